@@ -164,6 +164,7 @@ HOUSE = (
     {"cli": "the commands"},
     {"report": "plans, runs, findings, evaluations"},
     {"trainers": "TRL's trainers with quantized rollouts"},
+    {"runs": "what keeps a run safe: checkpoints, limits"},
     {"config": "fields, and what may not go together"},
     {"rollout": "engines that sample: embedded, vllm; verify"},
     {"policy": "how the trained model computes"},

@@ -11,9 +11,9 @@ import torch.distributed as dist
 import warm
 from accelerate import PartialState
 
+from trl_quant.runs.agreement import check_same_settings, on_every_rank
+from trl_quant.runs.checkpoints import check_same_files, checkpoint_to_resume
 from trl_quant.storage.run_checkpoints import how_to_go_on
-from trl_quant.trainers.agreement import check_same_settings, on_every_rank
-from trl_quant.trainers.checkpoints import check_same_files, checkpoint_to_resume
 
 
 def write(disk: Path, step: int, *files: str, whole: bool = True) -> None:

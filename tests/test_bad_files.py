@@ -16,9 +16,9 @@ from transformers import AutoConfig, BitsAndBytesConfig, LlamaConfig, MixtralCon
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.report.runs import read_run
 from trl_quant.rollout.vllm.support import differences
+from trl_quant.runs import checkpoints
 from trl_quant.storage import run_checkpoints
 from trl_quant.storage.layout import quantization_config
-from trl_quant.trainers import checkpoints
 
 
 # What needs the model's config.json

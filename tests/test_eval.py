@@ -253,7 +253,7 @@ def test_what_the_model_is_asked(argv, tmp_path, monkeypatch, chat):
 
 def test_a_run_is_evaluated_in_its_precision(argv, tmp_path):
     """Its newest whole checkpoint, an adapter, whose change is seen in the answers."""
-    from trl_quant.trainers.checkpoints import write_rollout_state
+    from trl_quant.runs.checkpoints import write_rollout_state
 
     base = AutoModelForCausalLM.from_pretrained(save_known(tmp_path / "base"))
     config = lora()
@@ -282,7 +282,7 @@ def test_a_run_is_evaluated_in_its_precision(argv, tmp_path):
 @pytest.mark.parametrize(("precision", "lora_sync"), [("nvfp4", "merge"), ("int8", "adapter")])
 def test_a_run_on_a_prepared_base_is_evaluated(argv, tmp_path, precision, lora_sync):
     """Its policy equals that of a run which quantized the same weights by itself."""
-    from trl_quant.trainers.checkpoints import write_rollout_state
+    from trl_quant.runs.checkpoints import write_rollout_state
 
     bases = {"wide": save_tiny(tmp_path / "wide", tied=False, dtype=torch.bfloat16)}
     bases["packed"] = str(quantize_checkpoint(bases["wide"], tmp_path / "packed", precision))
@@ -306,7 +306,7 @@ def test_a_run_on_a_prepared_base_is_evaluated(argv, tmp_path, precision, lora_s
 
 def test_a_run_is_evaluated_with_its_chat_template_arguments(argv, tmp_path):
     """Of which one may, say, turn thinking off."""
-    from trl_quant.trainers.checkpoints import write_rollout_state
+    from trl_quant.runs.checkpoints import write_rollout_state
 
     checkpoint = tmp_path / "run" / "checkpoint-1"
     save_known(checkpoint)

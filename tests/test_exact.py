@@ -22,13 +22,13 @@ from trl_quant.config.trained import check_not_compiled
 from trl_quant.layers.exact import ExactAttention, Kernels, Unrotated, log_probs, log_softmax
 from trl_quant.layers.norm import FusedRMSNorm, rms_norm
 from trl_quant.layers.packed import Packed, flash_attention
-from trl_quant.models.families import FAMILIES
+from trl_quant.models.families import FAMILIES, families_with
 from trl_quant.policy.exact import compute_exactly
 from trl_quant.policy.unified import unify
 from trl_quant.rollout.vllm.support import check_exact
 
 
-EXACT_FAMILIES = [name for name, family in FAMILIES.items() if not family.offset]
+EXACT_FAMILIES = [name for name in families_with("feeds") if not FAMILIES[name].offset]
 TEMPERATURE = 0.7
 
 

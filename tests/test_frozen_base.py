@@ -18,8 +18,8 @@ from trl_quant.formats import global_scale
 from trl_quant.layers import FrozenLinear
 from trl_quant.policy.frozen import FrozenBaseConfig, Packer, freeze
 from trl_quant.precisions import bitsandbytes_bases, frozen_bases, train_precisions
-from trl_quant.rollout.stream import PolicyWeights
 from trl_quant.rollout.verify.self_check import EngineLayer, Reference, mean_difference, policy_logps
+from trl_quant.rollout.weights import PolicyWeights
 from trl_quant.storage.layout import checkpoint_stream, quantize_checkpoint
 
 

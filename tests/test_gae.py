@@ -6,7 +6,7 @@ import pytest
 import reference_ppo as slow
 import torch
 
-from trl_quant.trainers.gae import explained_variance, gae, moments, rewards_of, value_losses, whitened
+from trl_quant.trainers.ppo.gae import explained_variance, gae, moments, rewards_of, value_losses, whitened
 
 
 pytestmark = pytest.mark.isa

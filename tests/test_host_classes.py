@@ -10,8 +10,7 @@ from tiny import tiny_model
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from trl_quant.models.classes import CLASSES, is_gated_mlp, is_rms_norm
-from trl_quant.models.families import FAMILIES
+from trl_quant.models.families import FAMILIES, families_with, is_gated_mlp, is_rms_norm
 
 
 CONFIG = SimpleNamespace(
@@ -21,21 +20,21 @@ X = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
 
 
 def found(family: str, name: str) -> type[nn.Module]:
-    return getattr(importlib.import_module(f"transformers.models.{CLASSES[family].module}"), name)
+    return getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)
 
 
-@pytest.mark.parametrize("family", [family for family, classes in CLASSES.items() if classes.norm])
+@pytest.mark.parametrize("family", families_with("norm"))
 def test_norms(family):
-    own, theirs = found(family, CLASSES[family].norm)(32, eps=1e-5), LlamaRMSNorm(32, eps=1e-5)
+    own, theirs = found(family, FAMILIES[family].norm)(32, eps=1e-5), LlamaRMSNorm(32, eps=1e-5)
     assert is_rms_norm(own) and not is_gated_mlp(own)
     own.weight.data = theirs.weight.data = torch.linspace(0.5, 2, 32)
     assert torch.equal(own(X), theirs(X))
     assert torch.equal(own(X.bfloat16()), theirs(X.bfloat16()))
 
 
-@pytest.mark.parametrize("family", [family for family, classes in CLASSES.items() if classes.mlp])
+@pytest.mark.parametrize("family", families_with("mlp"))
 def test_mlps(family):
-    own, theirs = found(family, CLASSES[family].mlp)(CONFIG), LlamaMLP(CONFIG)
+    own, theirs = found(family, FAMILIES[family].mlp)(CONFIG), LlamaMLP(CONFIG)
     assert is_gated_mlp(own) and not is_rms_norm(own)
     theirs.load_state_dict(own.state_dict())
     assert torch.equal(own(X), theirs(X))

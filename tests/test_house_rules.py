@@ -581,7 +581,7 @@ ENDING = {
     ("rollout/verify/self_check.py", "register_forward_hook"),
     ("rollout/vllm/activations.py", "register_forward_hook"),
     ("rollout/vllm/worker.py", "load_weights"),
-    ("trainers/value_head.py", "register_forward_hook"),
+    ("trainers/ppo/value_head.py", "register_forward_hook"),
     ("storage/perplexity.py", "register_forward_pre_hook"),  # on a model that is thrown away after it
 }
 NOT_HOSTS = ("cli/...", "report/...")  # whose objects are parsers, tables and figures
@@ -836,7 +836,7 @@ def test_one_name_is_one_thing(sources):
 
 LAYER_NAMES = re.compile(r"(?<![a-z_])([qkvo]_proj|(gate|up|down|qkv|gate_up)_proj|experts|lm_head)(?![a-z_])")
 # Where layers may be named: the map of models, and what asks vLLM for the head of its own model
-NAMING_LAYERS = ("models/...", "rollout/vllm/worker.py", "rollout/vllm/engine.py")
+NAMING_LAYERS = ("models/...", "rollout/vllm/repairs.py", "rollout/vllm/engine.py")
 # Where layers may be told apart by `nn.Linear`: the map, and what checks that a saved adapter adapts nothing else
 PICKING_LAYERS = ("models/...", "storage/adapter.py")
 WALKS = {"modules", "named_modules", "children", "named_children"}

@@ -20,10 +20,10 @@ from tiny import save_tiny, tiny_model
 from training import Killed, config, dataset, killing, lora, make, metrics, parameters
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, QuantPPOConfig, QuantPPOTrainer
+from trl_quant.runs import record
+from trl_quant.runs.checkpoints import checkpoint_to_resume, damage_on_a_host
 from trl_quant.storage.identity import MODEL_FILES
 from trl_quant.storage.manifest import MANIFEST, damage, matches, names_in, read_manifest
-from trl_quant.trainers import record
-from trl_quant.trainers.checkpoints import checkpoint_to_resume, damage_on_a_host
 
 
 RESUMES = int(os.environ.get("DAMAGED_RESUMES", "1"))

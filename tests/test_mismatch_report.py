@@ -24,7 +24,7 @@ from trl_quant.report.run_settings import take
 from trl_quant.report.trained import Trained, build_engine
 from trl_quant.rollout import SharedEngine, TransformersEngine
 from trl_quant.rollout.verify.activations import Comparison
-from trl_quant.trainers.checkpoints import write_rollout_state
+from trl_quant.runs.checkpoints import write_rollout_state
 
 
 pytestmark = pytest.mark.isa

@@ -16,7 +16,8 @@ from training import config, dataset, lora, make
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.config.before_loading import check_before_loading
 from trl_quant.models import families
-from trl_quant.rollout.stream import PolicyWeights, default_dtype
+from trl_quant.rollout.tensors import default_dtype
+from trl_quant.rollout.weights import PolicyWeights
 
 
 def trainer_of(path, model, **options) -> QuantGRPOTrainer:

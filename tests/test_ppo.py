@@ -18,7 +18,7 @@ from transformers import AutoModelForTokenClassification
 
 from trl_quant import QuantPPOConfig, QuantPPOTrainer
 from trl_quant.corrections import CORRECTIONS
-from trl_quant.trainers.critic import load_critic
+from trl_quant.trainers.ppo.critic import load_critic
 
 
 pytestmark = pytest.mark.isa

@@ -24,7 +24,7 @@ from trl_quant.config.checks import check_what
 from trl_quant.config.given import Given
 from trl_quant.storage.manifest import MANIFEST
 from trl_quant.storage.run_checkpoints import has_whole_weights, last_complete_checkpoint
-from trl_quant.trainers.critic import load_critic
+from trl_quant.trainers.ppo.critic import load_critic
 
 
 pytestmark = pytest.mark.isa

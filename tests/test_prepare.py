@@ -260,7 +260,7 @@ def test_vllm_refuses_what_it_would_not_quantize(tmp_path):
     from vllm_engines import engine, policy
 
     from trl_quant.models.linears import dense_linears
-    from trl_quant.rollout.vllm.worker import check_kernels
+    from trl_quant.rollout.vllm.kernel_checks import check_kernels
 
     gpt2().to(torch.bfloat16).save_pretrained(tmp_path / "gpt2")
     tiny_tokenizer().save_pretrained(tmp_path / "gpt2")

@@ -19,13 +19,13 @@ from trl_quant.cli.options import read_config
 from trl_quant.reading import DamagedFile
 from trl_quant.report.runs import read_run
 from trl_quant.report.trained import Trained
+from trl_quant.runs.checkpoints import check_whole, read_sampled_weights
+from trl_quant.runs.unfinished import read as read_generation
 from trl_quant.storage.adapter import load_adapter, read_adapter_config
 from trl_quant.storage.run_checkpoints import is_whole
 from trl_quant.storage.source import find_source, skeleton_of
 from trl_quant.tasks.data import load_prompts
-from trl_quant.trainers.checkpoints import check_whole, read_sampled_weights
-from trl_quant.trainers.critic import load_critic
-from trl_quant.trainers.unfinished import read as read_generation
+from trl_quant.trainers.ppo.critic import load_critic
 
 
 # Every read of the package
@@ -37,8 +37,8 @@ GUARDS = ("reading", "blaming")
 JUSTIFIED = {
     "rollout/vllm/trial.py json.loads(result)": "what a process that this one started has printed",
     "rollout/vllm/trial.py pickle.loads(base64.b64decode(payload))": "what the process that started this one passes on",
-    "trainers/ppo.py super()._load_optimizer_and_scheduler(checkpoint)": "guarded in `QuantPrecision`",
-    "trainers/ppo.py super()._load_best_model()": "guarded in `QuantPrecision`",
+    "trainers/ppo/trainer.py super()._load_optimizer_and_scheduler(checkpoint)": "guarded in `QuantPrecision`",
+    "trainers/ppo/trainer.py super()._load_best_model()": "guarded in `QuantPrecision`",
 }
 
 

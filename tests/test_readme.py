@@ -32,7 +32,7 @@ from trl_quant import (
 )
 from trl_quant.cli import COMMANDS, prepare, train
 from trl_quant.corrections import CORRECTIONS
-from trl_quant.models.families import FAMILIES
+from trl_quant.models.families import families_with
 from trl_quant.noise import SCHEDULES
 from trl_quant.precisions import PRECISIONS
 from trl_quant.rollout.vllm.support import VLLM_VERSIONS
@@ -193,7 +193,7 @@ def config_fields() -> set[str]:
 
 def known_names() -> set[str]:
     of_tasks = {*tasks.__all__, *tasks.REWARDS, *NAMED_DATA}
-    of_config = config_fields() | {*PRECISIONS, *CORRECTIONS, *SCHEDULES, *FAMILIES}
+    of_config = config_fields() | {*PRECISIONS, *CORRECTIONS, *SCHEDULES, *families_with("feeds")}
     return of_config | of_tasks | set().union(*FOREIGN.values())
 
 
@@ -256,7 +256,7 @@ def test_what_is_said_of_versions():
     extras = re.findall(r"trl_quant\[(\w+)\]", MANUAL)
     assert extras and set(extras) <= set(setup["options.extras_require"])
     families = re.search(r"Families tested: ([\w, ]+)\.", TEXTS["docs/limits.md"])[1].split(", ")
-    assert set(families) == {name.removesuffix("_text") for name in FAMILIES}
+    assert set(families) == {name.removesuffix("_text") for name in families_with("feeds")}
 
 
 # What works with what
@@ -306,7 +306,9 @@ def test_models_that_are_named():
     table = README.partition("| model | `rollout_precision` |")[2].partition("\n\n")[0]
     (first,) = [row for row in table.splitlines() if row.endswith("| yes, tested | yes |")]
     names = first.strip("| ").partition(" | ")[0].replace("Gemma 2 and 3", "Gemma 2, Gemma 3").split(", ")
-    assert {re.sub(r"[\W_]", "", name).lower() for name in names} == {name.removesuffix("_text") for name in FAMILIES}
+    assert {re.sub(r"[\W_]", "", name).lower() for name in names} == {
+        name.removesuffix("_text") for name in families_with("feeds")
+    }
 
 
 # Commands

@@ -15,11 +15,11 @@ from training import metrics as all_metrics
 from transformers import TrainerCallback
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, QuantPPOConfig, QuantRLOOConfig
+from trl_quant.runs import checkpoints, own_directory
+from trl_quant.runs.checkpoints import checkpoint_to_resume, tell_changes, write_rollout_state
 from trl_quant.storage import run_checkpoints
 from trl_quant.storage.manifest import MANIFEST
 from trl_quant.storage.run_checkpoints import last_complete_checkpoint, read_rollout_state
-from trl_quant.trainers import checkpoints, own_directory
-from trl_quant.trainers.checkpoints import checkpoint_to_resume, tell_changes, write_rollout_state
 
 
 SETTINGS = {

@@ -22,10 +22,10 @@ from trl_quant.report import mismatch
 from trl_quant.report.run_settings import OF_RUN, TYPES_OF_RUN, own_reward, take
 from trl_quant.report.trained import FORWARD_TYPES, Trained
 from trl_quant.rollout.sampling_options import FIELDS
+from trl_quant.runs.checkpoints import write_rollout_state
 from trl_quant.storage.run_checkpoints import read_rollout_state
 from trl_quant.tasks.named_rewards import find_reward, name_of
 from trl_quant.tasks.rewards import REWARDS
-from trl_quant.trainers.checkpoints import write_rollout_state
 
 
 # A value of each option, and how a run's record says it

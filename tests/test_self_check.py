@@ -12,10 +12,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from vllm_engines import FP8_CACHE, SMALL, engine, fp8_block_anywhere, policy, set_scale, unrounded, update
 
 from trl_quant.layers import quantized
-from trl_quant.rollout.stream import PolicyWeights
 from trl_quant.rollout.verify import kv_cache, self_check
 from trl_quant.rollout.vllm import worker
 from trl_quant.rollout.vllm.adapter import linear_layers
+from trl_quant.rollout.weights import PolicyWeights
 from trl_quant.storage.layout import quantize_checkpoint
 
 

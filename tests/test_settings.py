@@ -14,8 +14,8 @@ from trl_quant import AISGRPOConfig, AISGRPOTrainer, QuantGRPOConfig, QuantGRPOT
 from trl_quant.corrections import CORRECTIONS, CorrectionInputs
 from trl_quant.corrections.trl import TRL
 from trl_quant.rollout import RolloutNoise, TransformersEngine
+from trl_quant.runs.checkpoints import SAMPLED_WEIGHTS, read_sampled_weights
 from trl_quant.storage.run_checkpoints import read_rollout_state
-from trl_quant.trainers.checkpoints import SAMPLED_WEIGHTS, read_sampled_weights
 
 
 def build(config_class=QuantGRPOConfig, **kwargs):

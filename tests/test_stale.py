@@ -26,7 +26,7 @@ from transformers import TrainerCallback, set_seed
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.rollout import TransformersEngine
 from trl_quant.rollout.fingerprint import fingerprint
-from trl_quant.rollout.stream import PolicyWeights
+from trl_quant.rollout.weights import PolicyWeights
 
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12]])

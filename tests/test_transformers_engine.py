@@ -16,7 +16,7 @@ from trl_quant.noise import norm_noise
 from trl_quant.rollout import RolloutNoise, TransformersEngine
 from trl_quant.rollout.base import WeightDrift
 from trl_quant.rollout.engine import requests_for
-from trl_quant.rollout.stream import PolicyWeights
+from trl_quant.rollout.weights import PolicyWeights
 
 
 pytestmark = pytest.mark.isa
@@ -241,7 +241,7 @@ def test_a_parameter_is_streamed_without_a_look_at_the_whole_model(monkeypatch):
     """Whether PEFT wraps a policy is found out once: accelerate walks through all modules for it."""
     policy = get_peft_model(tiny_model(seed=3), lora())
     weights, asked = PolicyWeights(policy, Accelerator(cpu=True)), []
-    monkeypatch.setattr("trl_quant.rollout.stream.is_peft_model", lambda model: asked.append(model) or True)
+    monkeypatch.setattr("trl_quant.rollout.weights.is_peft_model", lambda model: asked.append(model) or True)
     names = [name for name, _ in weights]
     assert (
         not asked and not any("lora" in name for name in names) and len(names) == len(list(tiny_model().parameters()))

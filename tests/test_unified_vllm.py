@@ -16,7 +16,7 @@ from trl_quant.formats import quantize
 from trl_quant.models.linears import unquantized_linears
 from trl_quant.policy.adapters import delta_weight
 from trl_quant.policy.unified import unify
-from trl_quant.rollout import stream as weights
+from trl_quant.rollout import weights
 from trl_quant.rollout.vllm import engine as room
 
 

@@ -17,8 +17,9 @@ from vllm_engines import SMALL, engine, fp8_block_anywhere, fresh, greedy, polic
 from trl_quant.models.linears import dense_linears
 from trl_quant.noise import norm_noise
 from trl_quant.rollout import RolloutNoise, TransformersEngine, VLLMEngine
+from trl_quant.rollout.vllm.adapter import linear_layers
+from trl_quant.rollout.vllm.kernel_checks import check_kernels
 from trl_quant.rollout.vllm.support import VLLM_VERSIONS
-from trl_quant.rollout.vllm.worker import check_kernels, linear_layers
 from trl_quant.storage.layout import quantize_checkpoint
 
 

@@ -396,7 +396,7 @@ def test_a_live_engine(tmp_path):
 
     # A reload streams through `load_weights` of the model, also through one that is set on the object; it returns what
     # it filled.
-    from trl_quant.rollout.stream import default_dtype
+    from trl_quant.rollout.tensors import default_dtype
 
     streamed, filled, load_weights = [], set(), model.load_weights
 

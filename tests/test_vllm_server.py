@@ -38,8 +38,8 @@ from trl_quant import (
     QuantRLOOConfig,
     QuantRLOOTrainer,
 )
+from trl_quant.rollout.vllm import kernel_checks
 from trl_quant.rollout.vllm import server as vllm_server
-from trl_quant.rollout.vllm import worker as vllm_worker
 from trl_quant.rollout.vllm.server import serve_command
 from trl_quant.storage.layout import quantize_checkpoint
 
@@ -256,7 +256,7 @@ def test_server_samples_from_the_policy(tmp_path, model, servers, monkeypatch, p
     peft_config = lora() if tuning == "lora" else None
     options = {"sync_check_steps": 1, "max_steps": 3, "peft_config": peft_config, **noise}
     trainer = trainer_of(tmp_path, servers[precision], model, precision, **options)
-    (products,) = fresh(trainer.model, precision, tmp_path / "before").apply_model(vllm_worker.int8_errors)
+    (products,) = fresh(trainer.model, precision, tmp_path / "before").apply_model(kernel_checks.int8_errors)
     trainer.vllm_generation.engine.product_errors = products  # of this CPU; a server cannot be asked for them
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]

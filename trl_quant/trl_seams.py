@@ -156,7 +156,7 @@ LASTING = {
         "the process",
         "tests/test_scaling_modifier.py::test_modifier_composes_in_a_recipe",
     ),
-    ("trainers/checkpoints.py", "set_epoch"): (
+    ("runs/checkpoints.py", "set_epoch"): (
         "TRL's sampler of prompts",
         "a training",
         "tests/test_resume.py::test_killed_and_resumed_equals_unbroken",

@@ -2,7 +2,7 @@
 
 from transformers import PreTrainedConfig, ProcessorMixin
 
-from ..models.families import FAMILIES
+from ..models.families import families_with
 from ..models.positions import switching
 
 
@@ -16,13 +16,13 @@ def why_not_packed(args, config: PreTrainedConfig, processing_class, whose: str 
         processing_class: The policy's tokenizer or processor.
         whose (`str`, *optional*, defaults to `"policy"`): The model in words.
     """
-    config = config.get_text_config()
+    config, known = config.get_text_config(), families_with("packs")
     if args.neftune_noise_alpha:
         return f"`neftune_noise_alpha`={args.neftune_noise_alpha!r} adds less noise to longer rows"
     if isinstance(processing_class, ProcessorMixin):
         return "the processor makes images"
-    if config.model_type not in FAMILIES:
-        return f"the {whose}'s `model_type`={config.model_type!r} is not among {', '.join(FAMILIES)}"
+    if config.model_type not in known:
+        return f"the {whose}'s `model_type`={config.model_type!r} is not among {', '.join(known)}"
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return f"the {whose}'s attention caps logits (`attn_logit_softcapping`={config.attn_logit_softcapping})"
     if getattr(config, "attention_dropout", 0.0):

@@ -1,7 +1,14 @@
-"""The table of model families, with the structure of each family's decoder layers. A new family is one new entry.
+"""The one table of model families: how each computes, and what of this package acts on it. A new family is one entry.
 
-All paths are paths inside a decoder layer. Two RMSNorms of each layer feed only linear layers: one feeds q, k and v,
-the other gate and up. A factor on such a norm's gain scales the inputs of those layers, and nothing else:
+Most decoders of transformers have Llama's norm and MLP under other class names. The fused kernels take the place of
+these classes; a family without them trains with its own classes, which give the same results and are slower:
+
+    RMSNorm(x) = w * x / rms(x)
+    MLP(x) = down_proj(act_fn(gate_proj(x)) * up_proj(x))
+
+Two RMSNorms of each decoder layer feed only linear layers: one feeds q, k and v, the other gate and up. A factor on
+such a norm's gain scales the inputs of those layers, and nothing else. Noise (AQN), scaling (UAQ) and the exact kernels
+need a family whose feeding norms are known:
 
     RMSNorm_w(x) = w * x / rms(x)            the weight is the gain            (Llama, Qwen2, Qwen3, Mistral, Phi-3)
     RMSNorm_w(x) = (1 + w) * x / rms(x)      the weight is the gain minus one  (Gemma 2, Gemma 3)
@@ -9,49 +16,82 @@ the other gate and up. A factor on such a norm's gain scales the inputs of those
 Gemma also normalizes the outputs of attention and MLP (sandwich norms). Those norms feed the residual stream, so
 Gemma's `post_attention_layernorm` must not be touched; its `pre_feedforward_layernorm` feeds the MLP.
 
-Noise (AQN), scaling (UAQ) and the exact kernels need a family that is in the table. Linear layers are found in any
-decoder, with the names that the families in the table use.
+A model's config, not its family, says where its positions depend on the batch ([`~models.positions`]). Linear layers
+are found in any decoder, with the names that the families in the table use.
 """
 
 import re
+import sys
 from typing import NamedTuple
+
+from torch import nn
 
 
 class Family(NamedTuple):
     """
-    The structure that the models of one family share.
+    What the models of one family share.
 
     Attributes:
-        feeds (`dict[str, tuple[str, ...]]`): norm -> the linear layers that it feeds.
+        feeds (`dict[str, tuple[str, ...]]`):
+            norm -> the linear layers that it feeds, by their paths in a decoder layer. Empty if they are not known.
         offset (`bool`): Whether a norm stores its gain minus one.
         fused (`tuple[tuple[str, ...], ...]`):
             Layers of one parent module that engines compute as one matrix, by the last part of their names, in the
             order of that matrix.
+        packs (`bool`): Whether its attention is known to compute packed rows.
+        both_ways (`bool`): Whether its attention is known to follow `is_causal=False` in a config.
+        norm (`str` or `None`): transformers' class of its RMSNorm; `None` if it computes another function than Llama's.
+        mlp (`str` or `None`): transformers' class of its MLP; `None` if it computes another function than Llama's.
     """
 
-    feeds: dict[str, tuple[str, ...]]
+    feeds: dict[str, tuple[str, ...]] = {}
     offset: bool = False
     fused: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+    packs: bool = False
+    both_ways: bool = False
+    norm: str | None = None
+    mlp: str | None = None
 
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
-_PRE_NORM = Family({"input_layernorm": _QKV, "post_attention_layernorm": _GATE_UP})
-_JOINED = Family(
-    {"input_layernorm": ("self_attn.qkv_proj",), "post_attention_layernorm": ("mlp.gate_up_proj",)}, fused=()
-)
-_SANDWICH = Family({"input_layernorm": _QKV, "pre_feedforward_layernorm": _GATE_UP}, offset=True)
+_ATTENDS = {"packs": True, "both_ways": True}
+_PRE_NORM = {"feeds": {"input_layernorm": _QKV, "post_attention_layernorm": _GATE_UP}, **_ATTENDS}
+_SANDWICH = {"feeds": {"input_layernorm": _QKV, "pre_feedforward_layernorm": _GATE_UP}, "offset": True, **_ATTENDS}
+_JOINED = {
+    "feeds": {"input_layernorm": ("self_attn.qkv_proj",), "post_attention_layernorm": ("mlp.gate_up_proj",)},
+    "fused": (),
+    **_ATTENDS,
+}
 
-# model_type of a transformers config -> its family
+# model_type of a transformers config -> its family. Classes are those of `transformers.models.X.modeling_X`.
 FAMILIES = {
-    "qwen2": _PRE_NORM,
-    "qwen3": _PRE_NORM,
-    "llama": _PRE_NORM,
-    "mistral": _PRE_NORM,
-    "phi3": _JOINED,
-    "gemma2": _SANDWICH,
-    "gemma3": _SANDWICH,
-    "gemma3_text": _SANDWICH,
+    "qwen2": Family(norm="Qwen2RMSNorm", mlp="Qwen2MLP", **_PRE_NORM),
+    "qwen3": Family(norm="Qwen3RMSNorm", mlp="Qwen3MLP", **_PRE_NORM),
+    "llama": Family(norm="LlamaRMSNorm", mlp="LlamaMLP", **_PRE_NORM),
+    "mistral": Family(norm="MistralRMSNorm", mlp="MistralMLP", **_PRE_NORM),
+    "phi3": Family(norm="Phi3RMSNorm", **_JOINED),
+    "gemma2": Family(**_SANDWICH),
+    "gemma3": Family(**_SANDWICH),
+    "gemma3_text": Family(**_SANDWICH),
+    # Known by their classes alone
+    "arcee": Family(norm="ArceeRMSNorm"),
+    "cwm": Family(norm="CwmRMSNorm", mlp="CwmMLP"),
+    "ernie4_5": Family(norm="Ernie4_5RMSNorm", mlp="Ernie4_5MLP"),
+    "exaone4": Family(norm="Exaone4RMSNorm", mlp="Exaone4MLP"),
+    "glm": Family(norm="GlmRMSNorm"),
+    "glm4": Family(norm="Glm4RMSNorm"),
+    "granite": Family(norm="GraniteRMSNorm", mlp="GraniteMLP"),
+    "hunyuan_v1_dense": Family(norm="HunYuanDenseV1RMSNorm", mlp="HunYuanDenseV1MLP"),
+    "ministral": Family(norm="MinistralRMSNorm", mlp="MinistralMLP"),
+    "ministral3": Family(norm="Ministral3RMSNorm", mlp="Ministral3MLP"),
+    "olmo2": Family(mlp="Olmo2MLP"),
+    "olmo3": Family(mlp="Olmo3MLP"),
+    "qwen2_vl": Family(norm="Qwen2VLRMSNorm", mlp="Qwen2MLP"),
+    "qwen2_5_vl": Family(norm="Qwen2_5_VLRMSNorm", mlp="Qwen2MLP"),
+    "qwen3_vl": Family(norm="Qwen3VLTextRMSNorm", mlp="Qwen3VLTextMLP"),
+    "seed_oss": Family(norm="SeedOssRMSNorm"),
+    "smollm3": Family(norm="SmolLM3RMSNorm", mlp="SmolLM3MLP"),
 }
 
 # The tensors of a checkpoint are known by their names alone, so the groups of all families act together.
@@ -65,14 +105,43 @@ EXPERT_COUNT = re.compile(r"(^|_)(num|n)_(local_|routed_)?experts$")
 HEAD = ("lm_head",)  # the output layer of a language model
 
 
+def families_with(trait: str) -> list[str]:
+    """Returns the model types of the families that have a trait, such as `"packs"` or known `"feeds"`."""
+    return [model_type for model_type, family in FAMILIES.items() if getattr(family, trait)]
+
+
 def family_of(model_type: str) -> Family:
-    """Returns the family of a transformers `model_type`; `ValueError` if it is not in [`FAMILIES`]."""
-    if model_type not in FAMILIES:
+    """Returns the family of a transformers `model_type`; `ValueError` if its feeding norms are not known."""
+    known = families_with("feeds")
+    if model_type not in known:
         raise ValueError(
             f"model_type {model_type!r} is not supported: it is not known which of its norms feed which linear layers. "
-            f"Supported are {', '.join(FAMILIES)}."
+            f"Supported are {', '.join(known)}."
         )
     return FAMILIES[model_type]
+
+
+def is_rms_norm(module: nn.Module) -> bool:
+    """Whether a module is an RMSNorm of a family in the table, with its original forward pass."""
+    return _is_one_of(module, {name: family.norm for name, family in FAMILIES.items()})
+
+
+def is_gated_mlp(module: nn.Module) -> bool:
+    """Whether a module is an MLP of a family in the table, with its original forward pass."""
+    return _is_one_of(module, {name: family.mlp for name, family in FAMILIES.items()})
+
+
+def _is_one_of(module: nn.Module, classes: dict[str, str | None]) -> bool:
+    if "forward" in vars(module):
+        return False
+    for family, name in classes.items():
+        loaded = sys.modules.get(f"transformers.models.{family}.modeling_{family}")  # `None` if no model of it exists
+        family_class = None if name is None else getattr(loaded, name, None)
+        if family_class is None or not isinstance(module, family_class):
+            continue
+        if type(module).forward is family_class.forward:  # FSDP's subclasses keep the forward pass
+            return True
+    return False
 
 
 def number_of_experts(config: dict) -> int:

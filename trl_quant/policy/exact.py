@@ -21,7 +21,7 @@ from transformers.masking_utils import flash_attention_mask
 from ..layers.exact import ExactAttention, Kernels, Unrotated
 from ..layers.norm import FusedRMSNorm
 from ..layers.packed import PACKED
-from ..models.classes import is_rms_norm
+from ..models.families import is_rms_norm
 from ..trl_seams import exact_log_probs, scoring_with
 
 

@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..models.families import FAMILIES
+from ..models.families import families_with
 from ..noise.gaussian import keyed_generator
 
 
@@ -89,10 +89,11 @@ def shift_of(config) -> int:
 
 def check_bidirectional(config) -> None:
     """Raises `ValueError` unless a model is known to support attention in both directions, and its config sets it."""
-    if config.model_type not in FAMILIES:
+    known = families_with("both_ways")
+    if config.model_type not in known:
         raise ValueError(
             f"The policy's `model_type`={config.model_type!r} is not among those that are known to attend in both "
-            f"directions: {', '.join(FAMILIES)}. `trl_quant.storage.llada.convert` converts a checkpoint of LLaDA."
+            f"directions: {', '.join(known)}. `trl_quant.storage.llada.convert` converts a checkpoint of LLaDA."
         )
     if not is_bidirectional(config):
         raise ValueError(

@@ -24,7 +24,7 @@ from ..layers import QuantLinear, UnifiedLinear, share_scale
 from ..layers.gated import silu_mul
 from ..layers.joint import Joint
 from ..layers.norm import FusedRMSNorm
-from ..models.classes import is_gated_mlp, is_rms_norm
+from ..models.families import is_gated_mlp, is_rms_norm
 from ..models.linears import LinearLayer, dense_linears
 from ..models.names import clean_name
 from ..precisions import PRECISIONS, qat_precisions, unified_flows

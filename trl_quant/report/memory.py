@@ -34,6 +34,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ..config import QuantGRPOConfig
 from ..formats import FORMATS
+from ..layers.frozen import BUFFER_BYTES
 from ..models.linears import linears
 from ..precisions import PRECISIONS, unified_flows, with_products
 from ..rollout.embedded.diffusion import CHUNK, TOKENS_AT_ONCE
@@ -44,8 +45,6 @@ FP32_BYTES = 4
 BESIDE = 900_000_000  # bytes of CUDA and libraries, 0.83 to 0.91 GB in `benchmarks/memory.py`
 # Tile of the logits that TRL's fused head computes at a time: tokens, vocabulary entries
 HEAD_TILE = (4096, 32768)
-# Bytes of the weights that a frozen layer dequantizes at a time for a product
-DECODED = 128 << 20
 # Prefix of `optim` -> function from the bytes of a parameter to the bytes of its optimizer state
 OPTIMIZERS = {
     "adamw_torch_8bit": lambda size: 2,
@@ -294,13 +293,13 @@ def _training(args, shape: Shape, dtype: torch.dtype, prompt: int) -> dict[str, 
     head = BF16_BYTES * min(tokens, rows) * columns + (FP32_BYTES + BF16_BYTES) * shape.hidden * tokens
     if not adapted:
         head += FP32_BYTES * shape.head  # the head's gradient is summed in FP32
-    if args.train_precision is not None and args.train_precision not in unified_flows():
-        layer += DECODED
+    decodes = args.train_precision is not None and args.train_precision not in unified_flows()
+    decoded = BUFFER_BYTES if decodes else 0  # of one weight at a time
     if not args.gradient_checkpointing:
-        return {"gradients": gradients, "activations": layer * shape.layers + max(head - layer, 0)}
+        return {"gradients": gradients, "activations": layer * shape.layers + max(head - layer, decoded)}
     # Autocast keeps its 16-bit copies of trained weights until the forward pass ends
     copies = BF16_BYTES * shape.linear if dtype == torch.float32 and mixed and not adapted else 0
-    work = max(layer, head, copies + BF16_BYTES * min(tokens, rows) * columns)
+    work = max(layer + decoded, head, copies + BF16_BYTES * min(tokens, rows) * columns)
     return {"gradients": gradients, "checkpoints": stream * shape.layers, "work": work}
 
 

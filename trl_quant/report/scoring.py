@@ -6,9 +6,9 @@ from collections.abc import Callable
 from inspect import isawaitable
 
 from ..rollout.limits import CoroutineThread
+from ..runs.reward_calls import checked_rewards
+from ..runs.user_calls import guarded
 from ..tasks.named_rewards import name_of
-from ..trainers.reward_calls import checked_rewards
-from ..trainers.user_calls import guarded
 
 
 class Scorer:

@@ -27,11 +27,12 @@ from ..run_spec import EngineSpec
 from .answers import fault_of_samples
 from .drift import WeightDrift
 from .engine import Engine, Request, RolloutNoise, Samples
+from .faults import fault_of
 from .fingerprint import fingerprint
 from .function import first_change, function_of
 from .settings import divided
-from .stream import PolicyWeights, fault_of
 from .tokenizer import check_tokenizer, id_list
+from .weights import PolicyWeights
 
 
 class RolloutEngine:
@@ -56,7 +57,7 @@ class RolloutEngine:
         settings ([`~rollout.settings.SamplingSettings`]):
             How completions are drawn. [`~rollout.trl_face.QuantGeneration`] sets it before each turn.
         vllm ([`~rollout.settings.VLLMSettings`]): Where vLLM runs, for the engines that use it.
-        weights ([`~rollout.stream.PolicyWeights`]):
+        weights ([`~rollout.weights.PolicyWeights`]):
             The policy's current weights.
         noise (`RolloutNoise`):
             Noise of the next generation, the same for all of its turns. The trainer sets it.
@@ -263,7 +264,7 @@ class RolloutEngine:
     # The policy's weights
 
     def policy_stream(self, placeholders: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
-        """Streams the policy's weights; see [`~rollout.stream.PolicyWeights.stream`]."""
+        """Streams the policy's weights; see [`~rollout.weights.PolicyWeights.stream`]."""
         return self.weights.stream(placeholders)
 
     def quantized_in_training(self, measured: bool = True) -> set[str]:

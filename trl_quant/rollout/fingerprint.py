@@ -34,7 +34,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
-from .stream import local_part
+from .tensors import local_part
 
 
 WORD = 8  # bytes

@@ -30,7 +30,7 @@ class QuantGRPOTrainer(QuantSampling, GRPOTrainer):
     ```
 
     A step whose loss or gradient is not finite ends the run before the optimizer takes it, and weights that are not
-    finite are never saved (see [`trainers.finite`]). To free the memory of a vLLM engine, for example in a notebook,
+    finite are never saved (see [`runs.finite`]). To free the memory of a vLLM engine, for example in a notebook,
     run `del trainer; gc.collect()`.
 
     Attributes:

@@ -13,16 +13,16 @@ from trl.rewards import get_soft_overlong_punishment
 from ..config.fields import QuantFields
 from ..config.values import check_choice, check_type, listed
 from ..reading import reading
+from ..runs.checkpoints import start_of
+from ..runs.own_directory import writing
 from ..storage.named import check_named
 from ..tasks import REWARDS, load_prompts
 from ..tasks.data import reads_same_rows
 from ..tasks.named_data import NAMED_DATA
 from ..tasks.named_rewards import find_reward
-from .checkpoints import start_of
 from .diffusion import DiffusionGRPOTrainer
 from .distillation import QuantDistillationTrainer
 from .grpo import QuantGRPOTrainer
-from .own_directory import writing
 from .ppo import QuantPPOTrainer
 from .rloo import QuantRLOOTrainer
 

@@ -27,24 +27,24 @@ from ..policy.unified import checkpoint_dtype, flow, restore, unified_layers, un
 from ..precisions import PRECISIONS, frozen_bases, unified_flows
 from ..reading import ANOTHER, blaming, reading
 from ..renamed import CurrentNames
-from ..rollout.stream import PolicyWeights
+from ..rollout.weights import PolicyWeights
 from ..run_spec import RunSpec
+from ..runs import checkpoints, own_directory
+from ..runs.agreement import check_same_settings, on_every_rank
+from ..runs.finite import FiniteSteps, check_trained
+from ..runs.record import RunRecord
+from ..runs.reward_calls import RewardCalls
+from ..runs.user_calls import UserCalls
 from ..scaling import apply_uaq, uaq_applied
 from ..storage.manifest import check_read
 from ..storage.quantization import record_gathered_dtype
 from ..storage.run_checkpoints import OPTIMIZER, RANDOM, SCALER, SCHEDULER, files_of
 from ..trl_seams import arguments_seen, exchanged
-from . import checkpoints, own_directory
-from .agreement import check_same_settings, on_every_rank
 from .checks import check_adapters, check_trainable
-from .finite import FiniteSteps, check_trained
 from .introduction import add_to_card, introduce
 from .packing import packed_batches, packed_rows
 from .positions import check_same_choice
-from .record import RunRecord
-from .reward_calls import RewardCalls
 from .streams import DrawnRows
-from .user_calls import UserCalls
 
 
 logger = logging.getLogger(__name__)

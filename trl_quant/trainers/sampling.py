@@ -17,7 +17,8 @@ from ..policy.adapters import leave_casts_to_autocast
 from ..rollout import EngineSpec, RolloutEngine, RolloutNoise, build_engine, engine_of
 from ..rollout.engine import Engine
 from ..rollout.trl_face import QuantGeneration
-from . import checkpoints, phases, unfinished
+from ..runs import checkpoints, unfinished
+from . import phases
 from .checks import DrawnPrompts, check_model, tell_noise
 from .correction_step import CorrectionStep, NoStep
 from .positions import check_rows, fix_choice, models_of, own_prompts

@@ -13,7 +13,7 @@ from ...models.families import HEAD
 from ...models.linears import linears
 from ...policy.adapters import NOT_PLAIN
 from ...precisions import unified_flows
-from ...rollout.stream import NO_WEIGHTS, adapter_fault
+from ...rollout.faults import NO_WEIGHTS, adapter_fault
 from ..given import Given
 from .rule import Rule, refusal
 

@@ -31,7 +31,7 @@ from ...policy.unified import fuse
 from ..base import RolloutEngine, count_layers
 from ..engine import Request, RolloutNoise, Samples
 from ..sampling_options import check_supported
-from ..stream import default_dtype, ties_embeddings
+from ..tensors import default_dtype, ties_embeddings
 from ..tokenizer import id_list
 from ..verify.copy_check import copy_check
 

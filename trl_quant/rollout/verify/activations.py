@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from ...layers import EngineLinear
 from ...models.names import clean_name
 from ..base import RolloutEngine
-from ..stream import outer_modules
+from ..tensors import outer_modules
 
 
 LOGITS, INPUT = "logits", ".input"

@@ -37,7 +37,8 @@ from torch import Tensor, nn
 
 from ...layers import EngineWeight, FrozenLinear, held_vllm_linear, quantized_linear, vllm_linear
 from ...precisions import PRECISIONS
-from ..stream import PolicyWeights, base_layer
+from ..tensors import base_layer
+from ..weights import PolicyWeights
 from .kv_cache import KVCache, attending_to
 
 

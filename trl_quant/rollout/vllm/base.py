@@ -20,7 +20,7 @@ from ...storage.layout import checkpoint_stream, checkpoint_tensors, quantizers_
 from ...storage.quantization import brings_cache_scales
 from ..base import RolloutEngine, count_layers
 from ..engine import RolloutNoise
-from ..stream import ties_embeddings
+from ..tensors import ties_embeddings
 from ..verify.kv_cache import UNQUANTIZED, KVCache
 from .support import quantize_as_vllm
 
@@ -43,7 +43,7 @@ class VLLMBase(RolloutEngine):
         streaming (`str`): The tensor that a sync is sending, for error messages.
         stale_cache (`bool`): Whether the prefix cache still holds blocks from before the last sync.
         last_check (`dict` or `None`): Results of the last full self-check.
-        product_errors (`dict[int, float]`): Relative errors of the device's INT8 products; see [`~worker.int8_errors`].
+        product_errors (`dict[int, float]`): Relative errors of the INT8 products; see [`~kernel_checks.int8_errors`].
         caches (`dict[int, KVCache]`): The quantized KV caches, by layer, with the scales of a fresh engine.
         syncs_to_check (`int`): Number of syncs until the next self-check.
     """

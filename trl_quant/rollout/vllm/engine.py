@@ -24,8 +24,8 @@ from ...storage.quantization import check_prepared
 from ...trl_seams import empty_cache
 from ..engine import Request, Samples
 from ..fingerprint import fingerprint
-from ..stream import PolicyWeights
 from ..verify.kv_cache import KVCache
+from ..weights import PolicyWeights
 from .base import VLLMBase
 from .sampling import nothing_left_behind, parameters, read, sampling_lean, vllm_prompt
 from .support import (
@@ -109,7 +109,7 @@ class VLLMEngine(VLLMBase):
             multiply_as_given(self.precision)
         from vllm import LLM
 
-        from . import lifetime, one_copy, progress, worker  # importing `worker` registers the model loader
+        from . import kernel_checks, lifetime, loading, one_copy, progress  # noqa: F401, `loading` registers a loader
 
         self._group = self._ranks_of_engine()
         arguments = self._start_arguments() | self._llm_arguments()
@@ -122,16 +122,16 @@ class VLLMEngine(VLLMBase):
         lifetime.ends_with(self, self.llm)
 
         layers = [layer.name for layer in dense_linears(self.weights.base_model).values()]
-        (kernels,) = self.llm.apply_model(partial(worker.check_kernels, precision=self.precision, layers=layers))
+        (kernels,) = self.llm.apply_model(partial(kernel_checks.check_kernels, precision=self.precision, layers=layers))
         logger.info("vLLM samples in %s: %s.", self.precision, kernels)
         biased = [name.removesuffix(".bias") for name in self.weights.parameters() if name.endswith(".bias")]
-        self.llm.apply_model(partial(worker.check_biases, layers=biased))
+        self.llm.apply_model(partial(kernel_checks.check_biases, layers=biased))
         if self.exact:
             from . import exact
 
             self.llm.collective_rpc(exact.attend_in_one_part)
             (self.kernels,) = self.llm.collective_rpc(exact.kernels)
-        (self.product_errors,) = self.llm.apply_model(worker.int8_errors)
+        (self.product_errors,) = self.llm.apply_model(kernel_checks.int8_errors)
         if max(self.product_errors.values(), default=0.0) > 2**-7:
             logger.warning(
                 "This CPU has neither VNNI nor AMX, so its INT8 products saturate. Their relative errors, by number of "

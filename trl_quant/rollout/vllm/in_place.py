@@ -15,7 +15,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from .adapter import names_in_vllm, places
-from .worker import kernel_name
+from .kernel_checks import kernel_name
 
 
 AS_STORED = ("Cutlass",)  # beginnings of the names of kernels that read rows of codes and scales as they are stored

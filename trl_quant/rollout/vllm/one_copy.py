@@ -9,7 +9,7 @@ policy keeps its own scales, which are small. Embeddings and head are shared unc
 the engine's norms get noise, and Marlin reorders biases.
 
 vLLM first builds its model, without memory for the decoder's layers. It then calls its loader
-([`~worker.QuantizingLoader`]), which gets the policy's weights from [`lent_weights`].
+([`~loading.QuantizingLoader`]), which gets the policy's weights from [`lent_weights`].
 """
 
 import logging
@@ -33,7 +33,7 @@ from ...layers import FrozenLinear
 from ...layers.joint import below_each_other
 from ...layers.marlin import TILE_OUT
 from ...trl_seams import exchanged
-from ..stream import PolicyWeights
+from ..weights import PolicyWeights
 from .adapter import names_in_vllm, places
 from .support import warn_of_two_copies
 

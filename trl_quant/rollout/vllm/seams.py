@@ -52,22 +52,22 @@ LASTING_IN_VLLM = {
         "the server's worker",
         "tests/test_vllm_server.py::test_server_samples_from_the_policy",
     ),
-    ("rollout/vllm/worker.py", "register_model_loader"): (
+    ("rollout/vllm/loading.py", "register_model_loader"): (
         "vLLM's table of model loaders",
         "the process",
         "tests/test_vllm_engine.py::test_every_sync_equals_a_fresh_engine",
     ),
-    ("rollout/vllm/worker.py", "process_weights_for_onednn"): (
+    ("rollout/vllm/repairs.py", "process_weights_for_onednn"): (
         "vLLM's INT8 kernels on CPUs",
         "the engine",
         "tests/test_vllm_engine.py::test_onednn_keeps_the_scales_it_points_to",
     ),
-    ("rollout/vllm/worker.py", "kept_scale"): (
+    ("rollout/vllm/repairs.py", "kept_scale"): (
         "vLLM's INT8 kernels on CPUs",
         "the engine",
         "tests/test_vllm_engine.py::test_onednn_keeps_the_scales_it_points_to",
     ),
-    ("rollout/vllm/worker.py", "set_weight_attrs"): (
+    ("rollout/vllm/repairs.py", "set_weight_attrs"): (
         "the biases of vLLM's layers",
         "the engine",
         "tests/test_one_copy.py::test_a_merged_adapter_in_layers_with_biases",

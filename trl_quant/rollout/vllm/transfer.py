@@ -4,7 +4,7 @@
         --weight-transfer-config '{"backend": "trl_quant"}' ...
 
 makes every worker import this module, which registers the weight transfer `trl_quant`: vLLM's own over NCCL, plus the
-steps that a reload needs before and after it (see `worker.py`). With vLLM's transfer alone, a 4-bit engine hangs after
+steps that a reload needs before and after it (see `repairs.py`). With vLLM's transfer alone, a 4-bit engine hangs after
 a sync.
 """
 
@@ -14,16 +14,12 @@ import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-from ..stream import default_dtype
+from ..tensors import default_dtype
+from . import loading  # noqa: F401, which registers the model loader
+from .kernel_checks import quantized_outside
+from .repairs import keep_onednn_scales, plain_tensors, refresh_tied_head, restore_plain_tensors
 from .support import require_nccl
-from .worker import (
-    keep_onednn_scales,
-    kv_caches,
-    plain_tensors,
-    quantized_outside,
-    refresh_tied_head,
-    restore_plain_tensors,
-)
+from .worker import kv_caches
 
 
 class SyncToken:
@@ -82,7 +78,7 @@ class WorkerExtension:
         return [(index, asdict(cache)) for index, cache in kv_caches(self.get_model()).items()]
 
     def quantized_outside(self, layers: list[str]) -> list[str]:
-        """Calls [`~worker.quantized_outside`] with the worker's model."""
+        """Calls [`~kernel_checks.quantized_outside`] with the worker's model."""
         return quantized_outside(self.get_model(), layers)
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
-from ..rollout.stream import is_finite, local_part
+from ..rollout.tensors import is_finite, local_part
 from ..storage.run_checkpoints import how_to_go_on
 
 

@@ -5,8 +5,8 @@ TRL's GRPO loss also accepts an advantage for each token. With the critic's adva
     J = E[ w_t min(R_t A_t, clip(R_t, 1 - e_lo, 1 + e_hi) A_t) ] - beta KL
 
 So sampling, rewards, corrections and the policy's loss are those of [`QuantGRPOTrainer`]. PPO adds a critic
-([`~trainers.critic`]) and computes the advantages A_t from its values ([`~trainers.gae`]), where GRPO compares the
-completions of a prompt with each other.
+([`~trainers.ppo.critic`]) and computes the advantages A_t from its values ([`~trainers.ppo.gae`]), where GRPO compares
+the completions of a prompt with each other.
 """
 
 import logging
@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from ..config import QuantPPOConfig
-from ..config.given import name_of
-from ..corrections.batch import counted
-from ..policy.vocabulary import pad_vocabulary
-from ..storage.run_checkpoints import saved_only_model
+from ...config import QuantPPOConfig
+from ...config.given import name_of
+from ...corrections.batch import counted
+from ...policy.vocabulary import pad_vocabulary
+from ...storage.run_checkpoints import saved_only_model
+from ..grpo import QuantGRPOTrainer
+from ..introduction import PACKAGE_TAG
 from .critic import Critic, CriticSteps, OwnCritic, load_critic
 from .gae import explained_variance, gae, moments, rewards_of, value_losses, whitened
-from .grpo import QuantGRPOTrainer
-from .introduction import PACKAGE_TAG
 from .value_head import SharedCritic
 
 
@@ -46,7 +46,7 @@ class ValueStep:
 
     Args:
         trainer ([`QuantPPOTrainer`]): The trainer.
-        critic ([`~trainers.critic.Critic`]): Its critic.
+        critic ([`~trainers.ppo.critic.Critic`]): Its critic.
 
     Attributes:
         rewards (`torch.Tensor` or `None`): The rewards of the current generation, `(B of all ranks, functions)`.
@@ -148,7 +148,7 @@ class QuantPPOTrainer(QuantGRPOTrainer):
     `vf_share_layers` it is a value head on the policy's layers.
 
     Attributes:
-        critic ([`~trainers.critic.Critic`]): The critic: its model or value head, optimizer and schedule.
+        critic ([`~trainers.ppo.critic.Critic`]): The critic: its model or value head, optimizer and schedule.
         value_step ([`ValueStep`]): The critic's part of a generation and of its losses.
     """
 

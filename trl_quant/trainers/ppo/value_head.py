@@ -17,7 +17,7 @@ from torch.nn.utils import skip_init
 from transformers import Trainer
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from ..layers.packed import PACKED
+from ...layers.packed import PACKED
 from .critic import Critic
 
 

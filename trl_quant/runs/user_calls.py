@@ -5,10 +5,10 @@ TRL calls them in the training process. One that hangs on one rank stops the run
 
 | called | if it takes longer than `reward_timeout`, or exits | what it returns is checked |
 |---|---|---|
-| a reward, `get_reward` of an environment | the run ends | by [`~trainers.reward_calls`] |
+| a reward, `get_reward` of an environment | the run ends | by [`~runs.reward_calls`] |
 | a tool, a method of an environment | the model is told, as TRL tells it of any error | no coroutine, no generator |
 | `environment_factory`, `reset` of an environment | the run ends | an observation: `None`, a text or content blocks |
-| `rollout_func` | the run ends | by [`~trainers.rollout_func`] |
+| `rollout_func` | the run ends | by [`~runs.rollout_func`] |
 
 It makes no difference whether a function is asynchronous, nor in which thread the trainer runs. What else a trainer
 takes has no such limit: callbacks, optimizers and datasets belong to the training loop, and saving, uploading or

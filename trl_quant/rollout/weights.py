@@ -5,7 +5,6 @@ This works under DDP, FSDP2, ZeRO-3 and PEFT. Reading a sharded weight gathers i
 read the same weights in the same order. Nothing here writes to the policy.
 """
 
-import copy
 import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -14,19 +13,28 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import is_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.integrations import dequantize_module_weight
-from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, TrainableTokensWrapper
+from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.initialization import no_init_weights
 from trl.distributed import DistributedBackend
 
 from ..formats import QuantizedTensor
 from ..layers import FrozenLinear, UnifiedLinear
 from ..models.linears import LinearLayer, dense_linears
 from ..models.names import clean_name
-from ..policy.adapters import UnifiedLoraLinear, delta_weight, is_plain
+from ..policy.adapters import UnifiedLoraLinear, delta_weight
+from .tensors import (
+    adapters_beside,
+    base_layer,
+    default_dtype,
+    dense_parameters,
+    dequantized,
+    is_finite,
+    local_part,
+    merges_by_adding,
+    outer_modules,
+)
 
 
 SAVED_WHOLE = re.compile(r"\.modules_to_save\.([^.]+)\.")  # group 1: the adapter's name
@@ -308,194 +316,3 @@ class PolicyWeights:
 def _owned(layer: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
     """Lists the parameters of a layer, each with the module that holds it and its name there."""
     return [(owner, name, param) for owner in layer.modules() for name, param in owner.named_parameters(recurse=False)]
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Context in which `dtype` is torch's default. Unlike vLLM's below 0.30, it restores the default on an error."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def adapters_beside(layer: BaseTunerLayer) -> list[str]:
-    """
-    Returns the adapters that a layer's forward pass adds to its base: none if they are disabled, or merged already.
-
-    Raises:
-        `ValueError`: The adapters are merged and disabled, so the next forward pass would unmerge them from the base.
-    """
-    if layer.merged and layer.disable_adapters:
-        raise ValueError(
-            "The policy's adapters are merged and disabled, so its next forward pass changes its weights. Call "
-            "`unmerge_adapter()` before you disable them."
-        )
-    return [] if layer.merged or layer.disable_adapters else list(layer.active_adapters)
-
-
-def ties_embeddings(policy: PreTrainedModel) -> bool:
-    """
-    Whether a policy's head shares the weight of its embeddings. The config may be wrong about this: `modules_to_save`,
-    LoRA on one of the two, or a change in memory unties them.
-    """
-    embeddings, head = policy.get_input_embeddings(), policy.get_output_embeddings()
-    wrapped = BaseTunerLayer | AuxiliaryTrainingWrapper
-    if head is None or isinstance(head, wrapped) or isinstance(embeddings, wrapped):
-        return False
-    return head.weight is embeddings.weight
-
-
-def outer_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the names and modules of a model. An adapted layer counts as one module, PEFT's wrapper."""
-    adapted = None
-    for path, module in model.named_modules():
-        if adapted is not None and path.startswith(adapted):
-            continue
-        if isinstance(module, BaseTunerLayer):
-            adapted = f"{path}."
-        yield path, module
-
-
-def base_layer(layer: nn.Module) -> nn.Module:
-    """Returns the layer that an adapter wraps, or the layer itself."""
-    return layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer
-
-
-def dense_parameters(linear: nn.Linear) -> dict[str, Tensor]:
-    """Returns the parameters of a linear layer that is not sharded, by name; a quantized weight is dequantized."""
-    if isinstance(linear, FrozenLinear):
-        params = {"weight": linear.dequantize()}
-        if linear.bias is not None:
-            params["bias"] = linear.bias.data
-        return params
-    params = {name: param.data for name, param in linear.named_parameters()}
-    if not params["weight"].is_floating_point():
-        params["weight"] = dequantized(linear)
-    return params
-
-
-def dequantized(linear: nn.Linear) -> Tensor:
-    """
-    Returns the dequantized weight (out, in) of a 4- or 8-bit layer of bitsandbytes, and leaves the layer as it was.
-    Raises `ValueError` if bitsandbytes has repacked the weight, so that it cannot be read exactly.
-    """
-    weight = linear.weight
-    if getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False):
-        raise ValueError(
-            "bitsandbytes has repacked the 4-bit base for AVX-512 in the forward pass of an evaluation, and it can no "
-            "longer be read exactly. Load the base in 8 or 16 bits on this CPU, or use a GPU."
-        )
-    try:
-        return dequantize_module_weight(linear).data
-    finally:
-        linear.weight = weight  # PEFT replaces an 8-bit weight on a CPU
-
-
-def merges_by_adding(layer: BaseTunerLayer) -> bool:
-    """Whether merging a layer's adapters only adds one matrix per adapter to its weight."""
-    base = layer.get_base_layer()
-    if isinstance(base, FrozenLinear):
-        return True
-    if not is_plain(layer):
-        return not base.weight.is_floating_point()  # PEFT cannot merge other adapters into a copy of such a base
-    if layer.lora_variant or not isinstance(base, nn.Linear):
-        return False
-    return all(name in layer.lora_A and not layer.lora_bias.get(name, False) for name in layer.active_adapters)
-
-
-def fault_of(weights: PolicyWeights) -> str | None:
-    """Returns the reason, as far as this rank can see, why no engine can sample from a policy, or `None`."""
-    model = weights.model
-    if weights.has_adapters and getattr(model.active_peft_config, "is_prompt_learning", False):
-        return NO_WEIGHTS.format(model.active_peft_config.peft_type.value)
-    fault = adapter_fault(model, weights.base_model)
-    if fault is not None:
-        return fault
-    for name, param in model.named_parameters():
-        if param.dtype == torch.float64:
-            return f"`{clean_name(name)}` is in float64, which no format takes. Load it in float32 or bfloat16."
-    broken = weights.first_non_finite()
-    if broken is not None:
-        return (
-            f"its weight `{broken}` holds NaN or infinity, so results are meaningless. The policy itself is broken: "
-            "load or save it again, or use an earlier checkpoint."
-        )
-    return _unlike_config(weights.base_model)
-
-
-def adapter_fault(model: nn.Module, base: PreTrainedModel) -> str | None:
-    """
-    Returns the reason why no engine can take the adapter of a policy, or `None`. `base` is the policy without PEFT's
-    wrappers. Values of weights do not matter.
-    """
-    if isinstance(base.get_output_embeddings(), TrainableTokensWrapper):
-        return (
-            "its head is tied to embeddings with `trainable_token_indices`, and TRL's loss cannot read a head that "
-            "PEFT wraps. Untie the model first (`tie_word_embeddings=False`), or train the tokens without PEFT."
-        )
-    for path, module in model.named_modules():
-        added = [name for name, bias in getattr(module, "lora_bias", {}).items() if bias]
-        if isinstance(module, BaseTunerLayer) and added and module.get_base_layer().bias is None:
-            return f"the adapter's `lora_bias` adds a bias to `{clean_name(path)}`, which has none. Set it to False."
-    return None
-
-
-NO_WEIGHTS = (
-    "an adapter of the kind {} does not change the policy's weights, but an engine gets only weights. Use LoRA or "
-    "another adapter that can be merged, or leave `rollout_precision` unset: TRL generates."
-)
-
-
-def local_part(param: Tensor) -> Tensor:
-    """Returns this rank's shard of a parameter under FSDP2 or ZeRO-3, and otherwise the parameter itself."""
-    return param.to_local() if isinstance(param, DTensor) else getattr(param, "ds_tensor", param)
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """
-    Whether a tensor is free of NaN and infinity. True for 8-bit codes, and for a tensor without values on this rank.
-    """
-    if not tensor.is_floating_point() or tensor.element_size() == 1 or tensor.is_meta or not tensor.numel():
-        return True
-    return bool(torch.stack(tensor.detach().aminmax()).isfinite().all())
-
-
-def _unlike_config(policy: PreTrainedModel) -> str | None:
-    """
-    Returns the first difference between a policy's parameters and those that its config describes; `None` if there is
-    none. Engines are built from the config.
-    """
-    with torch.device("meta"), no_init_weights():
-        described = type(policy)(copy.deepcopy(policy.config))
-    expected = {name: tuple(param.shape) for name, param in described.named_parameters(remove_duplicate=False)}
-    found = {clean_name(name): shape for name, shape in _shapes(policy)}
-    instead = "Engines are built from the config: change `config` with the model, and save both together."
-    for name in expected:
-        if name not in found:
-            return f"it has no `{name}`, but its config describes one. {instead}"
-    for name in found:
-        if name not in expected:
-            return f"it has `{name}`, which its config does not describe. {instead}"
-    for name, shape in found.items():
-        if shape is not None and shape != expected[name]:
-            return f"its `{name}` has the shape {shape}, but its config describes {expected[name]}. {instead}"
-    return None
-
-
-def _shapes(policy: PreTrainedModel) -> Iterator[tuple[str, tuple[int, ...] | None]]:
-    """Yields the names of a policy's parameters, without adapters, and their shapes; `None` for a packed parameter."""
-    for path, module in outer_modules(policy):
-        if ".original_module" in path:
-            continue
-        layer = base_layer(module)
-        if isinstance(layer, FrozenLinear):
-            yield f"{path}.weight", None
-            if layer.bias is not None:
-                yield f"{path}.bias", None
-            continue
-        for name, param in layer.named_parameters(recurse=False):
-            shape = tuple(getattr(param, "ds_shape", param.shape))
-            yield (f"{path}.{name}" if path else name), shape if param.is_floating_point() else None

@@ -1,7 +1,7 @@
 """Checks what reward functions return: one finite number for each completion.
 
 TRL does not check their results, and an infinite reward makes every weight NaN. So each function is wrapped while TRL's
-`_calculate_rewards` runs, also for its time (see [`~trainers.user_calls`]). A reward of `None` means for TRL that the
+`_calculate_rewards` runs, also for its time (see [`~runs.user_calls`]). A reward of `None` means for TRL that the
 function does not apply, and that the others score the completion. TRL takes NaN as `None`, and a warning says so once
 for each function.
 """
@@ -34,7 +34,7 @@ class RewardCalls:
 
     Args:
         trainer: The trainer.
-        calls ([`~trainers.user_calls.UserCalls`]): Guards the calls.
+        calls ([`~runs.user_calls.UserCalls`]): Guards the calls.
 
     Attributes:
         warned (`set[str]`): Functions that returned NaN and were warned about.

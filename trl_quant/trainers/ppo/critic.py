@@ -6,7 +6,7 @@ are two kinds:
 | | the trunk | what the value loss trains |
 |---|---|---|
 | [`OwnCritic`] | a model of its own, transformers' token classifier with one label | this model |
-| [`~trainers.value_head.SharedCritic`] | the policy's layers | the head, and the policy's layers |
+| [`~trainers.ppo.value_head.SharedCritic`] | the policy's layers | the head, and the policy's layers |
 
 transformers' `Trainer` handles a single model and a single optimizer. So the critic's own parameters are kept apart
 from that model, with an optimizer and a schedule of their own.
@@ -38,11 +38,11 @@ from transformers import (
     get_scheduler,
 )
 
-from ..policy.packed import in_one_row
-from ..reading import ANOTHER, reading
-from ..storage.run_checkpoints import CRITIC_NAME
-from .finite import check_step
-from .packing import accepted
+from ...policy.packed import in_one_row
+from ...reading import ANOTHER, reading
+from ...runs.finite import check_step
+from ...storage.run_checkpoints import CRITIC_NAME
+from ..packing import accepted
 
 
 OPTIMIZER_NAME, SCHEDULER_NAME = "optimizer.pt", "scheduler.pt"
