@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.formats import FORMATS
-from trl_quant.layers import UnifiedLinear, frozen
+from trl_quant.layers import UnifiedLinear, weight_only
 from trl_quant.report import memory
 from trl_quant.report.memory import Shape, estimate
 
@@ -100,7 +100,7 @@ def test_a_frozen_layer_states_what_it_decodes_at_a_time(tmp_path, monkeypatch, 
     def peak() -> int:
         return estimate(args, shape, torch.bfloat16, prompt=8, card=10**9).peak
 
-    assert memory.BUFFER_BYTES == frozen.BUFFER_BYTES
+    assert memory.BUFFER_BYTES == weight_only.BUFFER_BYTES
     before = peak()
-    monkeypatch.setattr(memory, "BUFFER_BYTES", 2 * frozen.BUFFER_BYTES)
-    assert peak() - before == frozen.BUFFER_BYTES
+    monkeypatch.setattr(memory, "BUFFER_BYTES", 2 * weight_only.BUFFER_BYTES)
+    assert peak() - before == weight_only.BUFFER_BYTES

@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ..config import QuantGRPOConfig
 from ..formats import FORMATS
-from ..layers.frozen import BUFFER_BYTES
+from ..layers.weight_only import BUFFER_BYTES
 from ..models.linears import linears
 from ..precisions import PRECISIONS, unified_flows, with_products
 from ..rollout.embedded.diffusion import CHUNK, TOKENS_AT_ONCE
