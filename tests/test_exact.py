@@ -1,7 +1,7 @@
 """
-Norms, rotary embeddings, attention and log-probabilities with an engine's kernels (`layers/exact.py`, `exact_flow.py`),
-here by stand-ins in torch: what they compute, their gradients, and how a policy comes to use them. That those of vLLM
-give its bits is shown on a GPU, in `gpu/test_exact_gpu.py`.
+Norms, rotary embeddings, attention and log-probabilities with an engine's kernels (`policy/exact`), here by
+stand-ins in torch: what they compute, their gradients, and how a policy comes to use them. That those of vLLM give its
+bits is shown on a GPU, in `gpu/test_exact_gpu.py`.
 """
 
 import copy
@@ -19,11 +19,12 @@ from trl.trainer.utils import add_fused_lm_head
 
 from trl_quant import QuantGRPOConfig, QuantPPOConfig, QuantPPOTrainer
 from trl_quant.config.trained import check_not_compiled
-from trl_quant.layers.exact import ExactAttention, Kernels, Unrotated, log_probs, log_softmax
 from trl_quant.layers.norm import FusedRMSNorm, rms_norm
 from trl_quant.layers.packed import Packed, flash_attention
 from trl_quant.models.families import FAMILIES, families_with
-from trl_quant.policy.exact import compute_exactly
+from trl_quant.policy.exact.attention import ExactAttention, Kernels, Unrotated
+from trl_quant.policy.exact.head import log_probs, log_softmax
+from trl_quant.policy.exact.model import compute_exactly
 from trl_quant.policy.unified import unify
 from trl_quant.rollout.vllm.support import check_exact
 

@@ -1,6 +1,6 @@
 """
-A head that does not train under `exact_rollouts` (`layers/exact.frozen_head`): its log-probabilities, gradients and
-entropies, and how often it is multiplied.
+A head that does not train under `exact_rollouts` (`policy/exact/head.frozen_head`): its log-probabilities, gradients
+and entropies, and how often it is multiplied.
 """
 
 import copy
@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trl.kernels import ChunkedLogProbFunction
 from trl.trainer.utils import add_fused_lm_head
 
-from trl_quant.layers.exact import frozen_head, log_probs, log_softmax
-from trl_quant.policy.exact import compute_exactly
+from trl_quant.policy.exact.head import frozen_head, log_probs, log_softmax
+from trl_quant.policy.exact.model import compute_exactly
 from trl_quant.trl_seams import exact_log_probs
 
 

@@ -41,7 +41,7 @@ from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_h
 from trl.kernels import ChunkedLogProbFunction
 from trl.kernels.chunked_divergence import VOCAB_CHUNK_SIZE
 
-from .layers.exact import frozen_head, log_probs
+from .policy.exact.head import frozen_head, log_probs
 
 
 # (file, name) -> (its owner, how long the replacement lasts, the test that needs it)
@@ -71,27 +71,27 @@ LASTING = {
         "the model",
         "tests/test_adapters.py::test_autocast_alone_converts_inputs",
     ),
-    ("policy/exact.py", "register"): (
+    ("policy/exact/model.py", "register"): (
         "transformers' tables of attention functions and masks",
         "the process",
         "tests/test_exact.py::test_the_policy_is_the_same_function",
     ),
-    ("policy/exact.py", "exact_attention"): (
+    ("policy/exact/model.py", "exact_attention"): (
         "the attention modules of the policy",
         "the model",
         "tests/test_exact.py::test_padding_changes_no_bit",
     ),
-    ("policy/exact.py", "rotary_emb"): (
+    ("policy/exact/model.py", "rotary_emb"): (
         "the policy's decoder",
         "the model",
         "tests/test_exact.py::test_the_policy_is_the_same_function",
     ),
-    ("policy/exact.py", "register_forward_hook"): (
+    ("policy/exact/model.py", "register_forward_hook"): (
         "the policy's embeddings",
         "the model",
         "tests/test_exact.py::test_the_residual_stream_is_in_bf16",
     ),
-    ("policy/exact.py", "forward"): (
+    ("policy/exact/model.py", "forward"): (
         "the policy, whose head is TRL's",
         "the model",
         "tests/test_exact.py::test_trls_head_returns_them_with_its_own_gradients",
@@ -315,8 +315,8 @@ def llm_with(**arguments: Any) -> Iterator[None]:
 
 def exact_log_probs(score: Callable) -> type:
     """
-    Returns TRL's fused head with the log-probabilities of [`~layers.exact.frozen_head`], which also computes gradients
-    and entropies. If the head trains, or TRL requests further outputs, TRL computes everything except the
+    Returns TRL's fused head with the log-probabilities of [`~policy.exact.head.frozen_head`], which also computes
+    gradients and entropies. If the head trains, or TRL requests further outputs, TRL computes everything except the
     log-probabilities itself. An update then needs five products with the head, including the weight's gradient, instead
     of two.
     """

@@ -24,9 +24,10 @@ from trl.trainer.utils import add_fused_lm_head
 from vllm_engines import GPU_MODEL, GPU_RUN, SLEEPING, SMALL, engine, policy, update
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.layers import exact as exact_layers
 from trl_quant.layers.packed import Packed, flash_attention
-from trl_quant.policy.exact import compute_exactly
+from trl_quant.policy.exact import attention as exact_attention
+from trl_quant.policy.exact.head import frozen_head, log_probs
+from trl_quant.policy.exact.model import compute_exactly
 from trl_quant.policy.packed import PackedRows
 from trl_quant.policy.unified import unify
 from trl_quant.precisions import exact_flows
@@ -199,8 +200,8 @@ def test_a_frozen_heads_gradients(tmp_path, temperature, bias):
     log_p = z.log_softmax(1)
     right = log_p.gather(1, ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
     given = weight, b, ids, temperature, score
-    found = exact_layers.frozen_head(hidden, *given, entropies=True)
-    assert torch.equal(found[0], scored) and torch.equal(exact_layers.log_probs(hidden, *given), scored)
+    found = frozen_head(hidden, *given, entropies=True)
+    assert torch.equal(found[0], scored) and torch.equal(log_probs(hidden, *given), scored)
     for ours, expected in zip(found, right, strict=True):
         torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-4)
     scales = torch.randn(2, 2500, generator=random, device="cuda")
@@ -227,8 +228,8 @@ def test_attentions_gradients_need_no_second_forward(tmp_path, monkeypatch):
         given = packed, 0.1, window
         expected = gradients(flash_attention, [x.float() for x in qkv], dy.float(), *given)
         with monkeypatch.context() as alone:
-            alone.setattr(exact_layers, "flash_attention", None)  # the second forward
-            found = gradients(exact_layers.attention, qkv, dy, *given, kernel)
+            alone.setattr(exact_attention, "flash_attention", None)  # the second forward
+            found = gradients(exact_attention.attention, qkv, dy, *given, kernel)
         other = gradients(flash_attention, qkv, dy, packed, 0.1, 64 if window is None else None)
         for ours, right, wrong in zip(found, expected, other, strict=True):
             assert (ours.float() - right).norm() < 0.01 * right.norm()

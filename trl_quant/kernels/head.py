@@ -1,6 +1,6 @@
 """
 The gradient of a token's log-probability with respect to its logits, and the entropy, in one pass over the logits. The
-twin in torch is [`trl_quant.layers.exact.slopes`], whose exponentials and sums differ in their last bits.
+twin in torch is [`trl_quant.policy.exact.head.slopes`], whose exponentials and sums differ in their last bits.
 """
 
 import triton
@@ -32,7 +32,7 @@ def slopes_kernel(z_ptr, ids_ptr, lse_ptr, d_ptr, entropy_ptr, vocabulary, BLOCK
 
 
 def slopes(z: Tensor, ids: Tensor, lse: Tensor, d: Tensor | None) -> Tensor:
-    """The twin of [`trl_quant.layers.exact.slopes`]. All tensors are contiguous."""
+    """The twin of [`trl_quant.policy.exact.head.slopes`]. All tensors are contiguous."""
     entropies = lse.new_empty(len(z))
     with on(z):
         slopes_kernel[(len(z),)](z, ids, lse, d, entropies, z.shape[1], BLOCK=VOCABULARY_BLOCK, num_warps=8)

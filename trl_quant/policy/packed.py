@@ -23,7 +23,7 @@ from transformers.masking_utils import sdpa_mask
 
 from ..layers.packed import PACKED, Packed, flash_attention
 from ..layers.products import TOKENS
-from .exact import ATTENTION as EXACT
+from .exact.model import ATTENTION as EXACT
 
 
 ATTENTION = "trl_quant_packed"  # its name in transformers' tables

@@ -19,7 +19,7 @@ from ..config.before_loading import check_before_loading
 from ..config.data import check_evaluated
 from ..layers.products import multiplies
 from ..policy.adapters import UnifiedLoraLinear, name_revision
-from ..policy.exact import compute_exactly
+from ..policy.exact.model import compute_exactly
 from ..policy.frozen import on_frozen_base
 from ..policy.packed import PackedBackbone, PackedRows
 from ..policy.positions import release_positions

@@ -14,9 +14,9 @@ from peft import PeftConfig
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from ...layers.exact import Kernels
 from ...models.linears import dense_linears
 from ...noise import noised_norms
+from ...policy.exact.attention import Kernels
 from ...precisions import PRECISIONS
 from ...reading import reading
 from ...run_spec import DISCARDS, EngineSpec
@@ -70,7 +70,7 @@ class VLLMEngine(VLLMBase):
         destinations (`dict[str, torch.Tensor]` or `None`):
             The parts of vLLM's memory that hold the tensors of a sync, see [`in_place`]; empty if vLLM must reload
             them, `None` before the first sync.
-        kernels ([`~layers.exact.Kernels`] or `None`):
+        kernels ([`~policy.exact.attention.Kernels`] or `None`):
             With `exact`, vLLM's kernels, which the policy uses to compute the same bits.
     """
 

@@ -1,6 +1,6 @@
 """
 Makes vLLM compute each token independently of the rest of its batch, and gives the trainer vLLM's kernels
-([`layers.exact`]).
+([`policy.exact`]).
 
 | computation of vLLM that depends on the batch | setting that prevents it |
 |---|---|
@@ -34,9 +34,10 @@ from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
 from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from ...layers.exact import Kernels, log_softmax
 from ...layers.norm import rms_norm
 from ...layers.packed import Packed
+from ...policy.exact.attention import Kernels
+from ...policy.exact.head import log_softmax
 
 
 # vLLM 0.26 rounds the tempered logits to the model's type again; every later version copies the logits to FP32 first

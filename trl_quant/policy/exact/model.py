@@ -5,7 +5,7 @@ Makes the policy compute with its engine's kernels (`exact_rollouts`).
 |---|---|---|
 | embeddings | embeddings rounded to BF16, so the residual stream is in BF16 too | adds and rounds in BF16 |
 | norms | [`~layers.norm.FusedRMSNorm`] | uses the same kernel |
-| rotary embeddings, attention | [`~layers.exact.ExactAttention`], called by transformers | uses these kernels |
+| rotary embeddings, attention | [`~attention.ExactAttention`], called by transformers | uses these kernels |
 | TRL's fused head | [`~trl_seams.exact_log_probs`] | takes a log-softmax of whole rows |
 
 The linear layers already compute in the engine's format ([`policy.unified`]). Names, types and checkpoints do not
@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 
-from ..layers.exact import ExactAttention, Kernels, Unrotated
-from ..layers.norm import FusedRMSNorm
-from ..layers.packed import PACKED
-from ..models.families import is_rms_norm
-from ..trl_seams import exact_log_probs, scoring_with
+from ...layers.norm import FusedRMSNorm
+from ...layers.packed import PACKED
+from ...models.families import is_rms_norm
+from ...trl_seams import exact_log_probs, scoring_with
+from .attention import ExactAttention, Kernels, Unrotated
 
 
 ATTENTION = "trl_quant_exact"  # its name in transformers' tables
@@ -39,7 +39,7 @@ def attend(
     **kwargs,
 ) -> tuple[Tensor, None]:
     """
-    Computes [`~layers.exact.ExactAttention`], with the signature of transformers' attention functions. Raises
+    Computes [`~attention.ExactAttention`], with the signature of transformers' attention functions. Raises
     `ValueError` in a step of cached generation.
     """
     if query.shape[2] != key.shape[2]:
@@ -59,7 +59,7 @@ def compute_exactly(model: nn.Module, kernels: Kernels) -> None:
     Args:
         model (`nn.Module`): A causal language model of transformers, with or without an adapter of PEFT, and with TRL's
             fused head.
-        kernels ([`~layers.exact.Kernels`]): The engine's kernels.
+        kernels ([`~attention.Kernels`]): The engine's kernels.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     decoder, attention = base.get_decoder(), ExactAttention(kernels)
