@@ -105,6 +105,7 @@ class _Joint(torch.autograd.Function):
     def forward(ctx, x, constants, *tensors):
         w = constants.weight()
         q, for_backward = quantized(x, constants.dtype, w.format, both=constants.trains)
+        # Y (T, sum of out) = Q(X) (T, in) @ Q(W)^T (in, sum of out) + b
         y = product(q, w, joint_bias(tensors[1::4], constants.sizes), constants.dtype)
         # The backward pass needs nothing of X, or its codes and scales, or X itself with H = X (s A)^T
         columns, kept, ctx.codes = y.split_with_sizes(constants.sizes, 1), (), None
@@ -137,6 +138,7 @@ class _Joint(torch.autograd.Function):
             format, *rest = ctx.codes
             x = QuantizedTensor(format, *kept, *rest)
         if constants.trains:
+            # dX (T, in) = dY (T, sum of out) @ Q(W) (sum of out, in); dW (sum of out, in) = dY^T @ Q(X)
             if in_groups(w):
                 dx, dw = input_and_weight_gradient(dy, w, x, dy.dtype)
             else:
@@ -189,9 +191,9 @@ def _merged_adapters(w: QuantizedTensor, constants: _Constants, dtype: torch.dty
 def _add_branches(ys: Sequence[Tensor], x: Tensor, adapters: Sequence[Tensor]) -> Tensor:
     """Adds each adapter's product to its part of `ys`, and returns X (s A)^T of all adapters, (T, sum of ranks)."""
     a, *b = adapters
-    h = x @ a.t()
+    h = x @ a.t()  # H (T, sum of ranks) = X (T, in) @ (s A)^T (in, sum of ranks)
     for y, branch, matrix in zip(ys, h.split([matrix.shape[1] for matrix in b], 1), b, strict=True):
-        y.addmm_(branch, matrix.t())
+        y.addmm_(branch, matrix.t())  # Y_i (T, out_i) += H_i (T, rank_i) @ B_i^T (rank_i, out_i)
     return h
 
 
@@ -208,14 +210,16 @@ def _adapter_gradients(
     adapters. All of them share the products with X; `h` is X (s A)^T if it is known.
     """
     a, *b = adapters
+    # dH_i (T, rank_i) = dY_i (T, out_i) @ B_i (out_i, rank_i)
     dh = [dys[i] @ matrix for i, matrix in zip(constants.adapted, b, strict=True)]
     dh = dh[0] if len(dh) == 1 else torch.cat(dh, 1)
     if dx is not None:
-        dx.addmm_(dh, a)
+        dx.addmm_(dh, a)  # dX (T, in) += dH (T, sum of ranks) @ s A (sum of ranks, in)
     if h is None:
         x = dequantize(x, dh.dtype)
         h = x @ a.t()
     ranks = tuple(matrix.shape[1] for matrix in b)
+    # dA (sum of ranks, in) = s dH^T @ X; dB_i (out_i, rank_i) = dY_i^T @ H_i
     da = (dh.t() @ x * _scaling(constants, ranks, x.device)).split_with_sizes(ranks)
     return {
         i: (da_i.to(constants.operands[i].a.dtype), (dys[i].t() @ h_i).to(constants.operands[i].b.dtype))
