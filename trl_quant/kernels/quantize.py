@@ -81,8 +81,12 @@ def _round(x, dtype: tl.constexpr):
 def _amax_scale(amax, largest: tl.constexpr, dtype: tl.constexpr):
     """`formats.common.amax_scale`."""
     scale = _round(tl.div_rn(amax, tl.full(amax.shape, largest, tl.float32)), dtype)
-    eps: tl.constexpr = 2.0**-7 if dtype == tl.bfloat16 else (2.0**-10 if dtype == tl.float16 else 2.0**-23)
-    return tl.where(scale == 0, eps, scale)
+    if dtype == tl.bfloat16:
+        return tl.where(scale == 0, 2.0**-7, scale)
+    elif dtype == tl.float16:
+        return tl.where(scale == 0, 2.0**-10, scale)
+    else:
+        return tl.where(scale == 0, 2.0**-23, scale)
 
 
 @triton.jit
