@@ -4,6 +4,7 @@ and entropies, and how often it is multiplied.
 """
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -146,7 +147,8 @@ def test_how_often_the_head_is_multiplied(trains, outputs, uses, products):
     weight.requires_grad_(trains != "hidden")
     with Products() as counted, torch.set_grad_enabled(trains != "nothing"):
         chunk = 1 << 20  # TRL's, of the vocabulary: one
-        found = exact_log_probs(log_softmax).apply(hidden, weight, None, ids, TEMPERATURE, chunk, None, 1.0, outputs)
+        scored_by = (partial(function, score=log_softmax) for function in (log_probs, frozen_head))
+        found = exact_log_probs(*scored_by).apply(hidden, weight, None, ids, TEMPERATURE, chunk, None, 1.0, outputs)
         if uses:
             (found[0] if uses == "log-probabilities" else found[0] + found[1]).sum().backward()
     assert counted.count == products

@@ -41,8 +41,6 @@ from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_h
 from trl.kernels import ChunkedLogProbFunction
 from trl.kernels.chunked_divergence import VOCAB_CHUNK_SIZE
 
-from .policy.exact.head import frozen_head, log_probs
-
 
 # (file, name) -> (its owner, how long the replacement lasts, the test that needs it)
 LASTING = {
@@ -313,19 +311,23 @@ def llm_with(**arguments: Any) -> Iterator[None]:
         yield
 
 
-def exact_log_probs(score: Callable) -> type:
+def exact_log_probs(log_probs: Callable, frozen_head: Callable) -> type:
     """
-    Returns TRL's fused head with the log-probabilities of [`~policy.exact.head.frozen_head`], which also computes
-    gradients and entropies. If the head trains, or TRL requests further outputs, TRL computes everything except the
-    log-probabilities itself. An update then needs five products with the head, including the weight's gradient, instead
-    of two.
+    Returns TRL's fused head with the log-probabilities of `frozen_head`, which also computes gradients and entropies.
+    If the head trains, or TRL requests further outputs, TRL computes everything itself except the log-probabilities,
+    which are those of `log_probs`. An update then needs five products with the head, including the weight's gradient,
+    instead of two.
+
+    Args:
+        log_probs, frozen_head (`Callable`): [`~policy.exact.head.log_probs`], [`~policy.exact.head.frozen_head`], with
+            the engine's `score`.
     """
 
     class WithTRLs(ChunkedLogProbFunction):
         @staticmethod
         def forward(ctx, hidden, weight, bias, targets, temperature, *others):
             _, *outputs = ChunkedLogProbFunction.forward(ctx, hidden, weight, bias, targets, temperature, *others)
-            return log_probs(hidden.to(ctx.compute_dtype), weight, bias, targets, temperature, score), *outputs
+            return log_probs(hidden.to(ctx.compute_dtype), weight, bias, targets, temperature), *outputs
 
     class ExactLogProbs:
         @staticmethod
@@ -335,8 +337,8 @@ def exact_log_probs(score: Callable) -> type:
                 return WithTRLs.apply(hidden, weight, bias, targets, temperature, chunk, cap, scale, outputs)
             device = hidden.device.type
             dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-            head = hidden.to(dtype), weight, bias, targets, temperature, score
-            return *frozen_head(*head, "entropy" in outputs), None, None, None
+            head = hidden.to(dtype), weight, bias, targets, temperature
+            return *frozen_head(*head, entropies="entropy" in outputs), None, None, None
 
     return ExactLogProbs
 

@@ -86,7 +86,7 @@ def slopes(z: Tensor, ids: Tensor, lse: Tensor, d: Tensor | None) -> Tensor:
         `torch.Tensor`: (N,), FP32, entropies in nats.
     """
     if z.is_cuda:
-        from ..kernels import head as kernels
+        from ...kernels import head as kernels
 
         return kernels.slopes(z, ids, lse, d)
     log_p = z.float() - lse.unsqueeze(1)
@@ -129,7 +129,7 @@ def frozen_head(
         weight, bias (`torch.Tensor`): The head's, (vocabulary, features) and (vocabulary,) or `None`.
         targets (`torch.Tensor`): (N,), ids of the tokens.
         temperature (`float`): Divisor of the logits.
-        score (`Callable`): As in [`Kernels`].
+        score (`Callable`): As in [`~attention.Kernels`].
         entropies (`bool`, *optional*): Whether to compute entropies.
         rows (`int`, *optional*): The number of tokens whose logits are held at once.
 
@@ -147,7 +147,7 @@ def log_probs(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tens
 
 
 def log_softmax(logits: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Scores `logits` (N, vocabulary) as a `score` of [`Kernels`], in FP32 from the division by the temperature on."""
+    """A `score` of [`~attention.Kernels`], in FP32 from the division by the temperature on. Logits: (N, vocabulary)."""
     # To divide by a Python number, torch would multiply by its reciprocal
     tempered = logits.float() / torch.full((1,), temperature, device=logits.device)
     return tempered.log_softmax(-1).gather(1, ids.unsqueeze(1)).squeeze(1), tempered

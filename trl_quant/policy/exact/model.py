@@ -23,9 +23,10 @@ from ...layers.packed import PACKED
 from ...models.families import is_rms_norm
 from ...trl_seams import exact_log_probs, scoring_with
 from .attention import ExactAttention, Kernels, Unrotated
+from .head import frozen_head, log_probs
 
 
-ATTENTION = "trl_quant_exact"  # its name in transformers' tables
+EXACT_ATTENTION = "trl_quant_exact"  # its name in transformers' tables
 
 
 def attend(
@@ -48,8 +49,8 @@ def attend(
     return module.exact_attention(query, key, value, attention_mask, scaling, sliding_window, packed=packed), None
 
 
-AttentionInterface.register(ATTENTION, attend)
-AttentionMaskInterface.register(ATTENTION, flash_attention_mask)  # shape (B, S), or `None` without padding
+AttentionInterface.register(EXACT_ATTENTION, attend)
+AttentionMaskInterface.register(EXACT_ATTENTION, flash_attention_mask)  # shape (B, S), or `None` without padding
 
 
 def compute_exactly(model: nn.Module, kernels: Kernels) -> None:
@@ -62,6 +63,7 @@ def compute_exactly(model: nn.Module, kernels: Kernels) -> None:
         kernels ([`~attention.Kernels`]): The engine's kernels.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    scored = exact_log_probs(*(partial(function, score=kernels.score) for function in (log_probs, frozen_head)))
     decoder, attention = base.get_decoder(), ExactAttention(kernels)
     for name, module in list(decoder.named_modules()):
         if is_rms_norm(module):
@@ -72,9 +74,9 @@ def compute_exactly(model: nn.Module, kernels: Kernels) -> None:
         elif hasattr(module, "scaling") and hasattr(module, "layer_idx"):
             module.exact_attention = attention
     decoder.rotary_emb = Unrotated(kernels.rotated)
-    base.set_attn_implementation(ATTENTION)
+    base.set_attn_implementation(EXACT_ATTENTION)
     base.get_input_embeddings().register_forward_hook(lambda module, args, output: output.to(kernels.dtype))
-    base.forward = partial(_scored, base.forward, exact_log_probs(kernels.score))
+    base.forward = partial(_scored, base.forward, scored)
 
 
 def _scored(forward, function, *args, **kwargs):
