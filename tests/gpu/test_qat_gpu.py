@@ -3,7 +3,7 @@ All weights trained for four bits on a GPU: vLLM's own Marlin kernels sample wit
 
     python3 -m pytest -m gpu -s tests/gpu/test_qat_gpu.py
 
-`-s` shows the KL of each pair. Here the Triton quantizers make the codes, which tests/test_qat_linear.py does not run.
+`-s` shows the KL of each pair. Here the Triton quantizers make the codes, which tests/layers/test_qat_linear.py does not run.
 """
 
 import copy

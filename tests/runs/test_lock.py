@@ -1,0 +1,78 @@
+"""One process at a time writes a place: runs, evaluations and copies; the system frees the lock of one that died."""
+
+from places import ROOT
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from trl_quant.storage.lock import OUTPUT_LOCK, locked
+
+
+HOLDER = """
+import os, sys, time
+from trl_quant.storage.lock import locked
+with locked(sys.argv[1], "Taken."):
+    if os.fork() == 0:  # a worker that lives on must not keep the lock
+        time.sleep(60)
+    print(os.getpid(), flush=True)
+    sys.stdin.read()
+"""
+
+
+def holder(lock: Path) -> subprocess.Popen:
+    """A process that holds the lock, and has forked another."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, lock],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    process.stdout.readline()
+    return process
+
+
+@pytest.fixture
+def held(tmp_path):
+    process = holder(tmp_path / OUTPUT_LOCK)
+    yield process
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def test_another_process_is_refused_until_the_holder_dies(tmp_path, held):
+    lock = tmp_path / OUTPUT_LOCK
+    with pytest.raises(ValueError, match=rf"^Taken\. It is process {held.pid} on "), locked(lock, "Taken."):
+        pass
+    held.kill()
+    held.wait()
+    assert lock.exists()  # a killed process removes nothing
+    with locked(lock, "Taken."), locked(tmp_path / "." / OUTPUT_LOCK, "Taken."):
+        assert str(os.getpid()) in lock.read_text()
+    assert not lock.exists()
+
+
+def test_a_lock_is_of_one_thread_and_ends_with_an_error(tmp_path):
+    lock, refused = tmp_path / "new" / OUTPUT_LOCK, []
+
+    def take():
+        try:
+            with locked(lock, "Taken."):
+                pass
+        except ValueError as error:
+            refused.append(str(error))
+
+    with pytest.raises(KeyError), locked(lock, "Taken."):
+        thread = threading.Thread(target=take)
+        thread.start()
+        thread.join()
+        raise KeyError
+    take()
+    assert refused == ["Taken. It is another thread of this process."]
+    assert not lock.exists()
