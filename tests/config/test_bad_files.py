@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+from refusals import INT8, VLLM, build, check, prompts, refused
 from safetensors import SafetensorError
-from test_bad_input import INT8, VLLM, build, check, prompts, refused
 from tiny import VOCAB_SIZE, save_tiny
 from training import config, make
 from transformers import AutoConfig, BitsAndBytesConfig, LlamaConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig

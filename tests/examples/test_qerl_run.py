@@ -17,9 +17,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import warm
+from dynamic import Record, check_generation, tokens
 from peft import LoraConfig
 from places import ROOT
-from test_dynamic_sampling import Record, check_generation, tokens
 from training import config, metrics, parameters
 from transformers import AutoModelForCausalLM, TrainerCallback
 

@@ -11,41 +11,22 @@ import torch
 import warm
 from accelerate import Accelerator
 from drawing import generated
+from places import HELPERS
 from safetensors.torch import load_file
+from ternary import MADE_UP, Ternary
 from tiny import save_tiny, tiny_model, tiny_tokenizer
-from torch import Tensor
 
 from trl_quant import QuantGRPOConfig
 from trl_quant.cli import main as command
 from trl_quant.cli import options
 from trl_quant.cli.write_options import collect
-from trl_quant.formats import FORMATS, Format, Scheme
-from trl_quant.formats.common import Parts
+from trl_quant.formats import FORMATS
 from trl_quant.layers import QuantizedLinear
-from trl_quant.precisions import PRECISIONS, InVLLM, Precision, in_vllm, markdown
+from trl_quant.precisions import PRECISIONS, Precision, in_vllm, markdown
 from trl_quant.rollout import TransformersEngine
 from trl_quant.rollout.vllm.support import supported_precisions
 from trl_quant.storage.layout import quantize_checkpoint
 from trl_quant.storage.quantization import prepared_precisions
-
-
-class Ternary(Format):
-    """A made-up format: -1, 0 and 1 times the largest magnitude of a row."""
-
-    bits, max, per_row = 1.6, 1.0, True
-    scheme = Scheme("naive-quantized", {"num_bits": 2, "type": "int", "strategy": "channel"})
-
-    @staticmethod
-    def quantize(x: Tensor) -> Parts:
-        scale = x.abs().amax(-1, keepdim=True)
-        return Parts((x / scale).round().to(torch.int8), scale)
-
-    @staticmethod
-    def dequantize(parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        return (parts.values.to(parts.scale.dtype) * parts.scale).to(dtype)
-
-
-MADE_UP = Precision("three values a row", format="ternary", vllm=InVLLM(("Nobodys",), (99, 0), "a made-up kernel"))
 
 
 @pytest.fixture
@@ -108,13 +89,14 @@ def test_vllm_says_what_it_lacks(made_up):
 def test_help_and_readmes_table_know_it(made_up):
     assert "| `ternary` | three values a row | 1.6 | 99.0 or newer | no |" in markdown()
     code = (
-        "import sys; sys.path[:0] = ['tests']; from test_precisions import *; FORMATS['ternary'] = Ternary\n"
-        "PRECISIONS['ternary'] = MADE_UP\n"
+        "from ternary import MADE_UP, Ternary\nfrom trl_quant.formats import FORMATS\n"
+        "from trl_quant.precisions import PRECISIONS\n"
+        "FORMATS['ternary'], PRECISIONS['ternary'] = Ternary, MADE_UP\n"
         "for name in [name for name in sys.modules if name.startswith('trl_quant.config')]: del sys.modules[name]\n"
         "from trl_quant.config import QuantGRPOConfig as C\n"
         "print(C.__dataclass_fields__['rollout_precision'].metadata['help'])"
     )
-    environment = os.environ | {"PYTHONPATH": "tests"}
+    environment = os.environ | {"PYTHONPATH": str(HELPERS)}
     done = warm.run([sys.executable, "-c", code], capture_output=True, check=True, env=environment)
     assert "or 'ternary'. `trl-quant choose" in done.stdout
 

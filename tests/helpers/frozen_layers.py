@@ -4,7 +4,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import PretrainedConfig
 
+from trl_quant.formats import QuantizedTensor
 from trl_quant.layers import FrozenLinear
 from trl_quant.policy.adapters import FrozenLoraLinear, with_frozen_layers
 
@@ -70,3 +72,30 @@ def adapted(precision: str = "nvfp4", dtype: torch.dtype = torch.float32, **sett
 
 def adapter(layer: FrozenLoraLinear, name: str = "default") -> list[torch.Tensor]:
     return [layer.lora_A[name].weight, layer.lora_B[name].weight]
+
+
+def inputs(tokens: int = 40, features: int = 384, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Inputs whose tokens and features differ in size, so that a scale of the wrong ones is seen."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(2, tokens // 2, features, generator=generator)
+    return (x * torch.logspace(-2, 2, tokens).view(2, -1, 1) * torch.linspace(0.1, 3, features)).to(dtype)
+
+
+class Decoder(nn.Sequential):
+    """As much of a model of transformers as `linears` asks for."""
+
+    config = PretrainedConfig()
+
+    def get_decoder(self):
+        return self
+
+    def get_output_embeddings(self):
+        return None
+
+
+def same_codes(left: QuantizedTensor, right: QuantizedTensor) -> bool:
+    """Whether codes and scales are equal bit for bit, NVFP4's global scale among them."""
+    pairs = [(left.values, right.values), (left.scale, right.scale)]
+    if left.global_scale is not None:
+        pairs.append((left.global_scale, right.global_scale))
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)

@@ -7,3 +7,4 @@ HELPERS = Path(__file__).parent
 TESTS = HELPERS.parent
 ROOT = TESTS.parent
 BENCHMARKS, EXAMPLES, NOTEBOOKS = ROOT / "benchmarks", ROOT / "examples", ROOT / "notebooks"
+WORD_PROBLEMS = TESTS / "data" / "word_problems.jsonl"  # an excerpt of GSM8K

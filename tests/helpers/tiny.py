@@ -15,7 +15,12 @@ from pathlib import Path
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 
 PAD, EOS, START = "<|pad|>", "<|im_end|>", "<|im_start|>"
@@ -151,3 +156,10 @@ def save_words(path: Path) -> Path:
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     backend.save(str(path))
     return path
+
+
+def gpt2() -> GPT2LMHeadModel:
+    """A decoder of convolutions, and a head, which is not quantized."""
+    return GPT2LMHeadModel(
+        GPT2Config(n_layer=1, n_embd=128, n_head=4, vocab_size=320, n_positions=128, eos_token_id=257)
+    )

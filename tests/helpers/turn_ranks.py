@@ -32,8 +32,8 @@ def train(precision: str, engine: str, path: Path) -> dict:
     generations, it has a self-check in each. On CPUs, where vLLM has no sleep mode, a stand-in sleeps.
     """
     faulthandler.dump_traceback_later(PATIENCE, exit=True)
-    from test_turns import in_vllm, noted, put_to_sleep, with_tools
     from training import parameters
+    from turns import in_vllm, noted, put_to_sleep, with_tools
 
     from trl_quant.rollout.verify import self_check
 
@@ -100,7 +100,7 @@ def compared(trainer, precision: str, path: Path) -> dict[str, bool]:
 
 def assert_finished(one: dict, three: dict, asleep: bool) -> None:
     """No rank waited for the other: each did once a generation what is done once, and they trained together."""
-    from test_turns import generations
+    from turns import generations
 
     for found, turns in ((one, 1), (three, 3)):
         if asleep:

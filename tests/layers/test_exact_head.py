@@ -8,7 +8,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from test_exact import TEMPERATURE, batch, scored, stand_ins
+from exact_layers import TEMPERATURE, batch, scored, stand_ins
 from tiny import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from trl.kernels import ChunkedLogProbFunction

@@ -5,15 +5,14 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from frozen_layers import DTYPES, close, gradients, linear, saved_bytes
+from frozen_layers import DTYPES, Decoder, close, gradients, inputs, linear, same_codes, saved_bytes
 from peft import LoraConfig, get_peft_model
 from reference_formats import slow_quantize
-from test_unified_linear import Decoder, inputs
 from tiny import FAMILIES, tiny_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trl_quant.formats import FORMATS, QuantizedTensor, quantize
+from trl_quant.formats import FORMATS, quantize
 from trl_quant.layers import FrozenLinear, QATLinear, UnifiedLinear, qat, sampled_linear, share_scale, unified
 from trl_quant.models.linears import dense_linears
 from trl_quant.policy.unified import unified_layers, unify
@@ -45,14 +44,6 @@ def fused(precision: str = "nvfp4") -> list[QATLinear]:
         layers.append(QATLinear.from_linear(plain, precision))
     share_scale(layers)
     return layers
-
-
-def same_codes(left: QuantizedTensor, right: QuantizedTensor) -> bool:
-    """Whether codes and scales are equal bit for bit, NVFP4's global scale among them."""
-    pairs = [(left.values, right.values), (left.scale, right.scale)]
-    if left.global_scale is not None:
-        pairs.append((left.global_scale, right.global_scale))
-    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
 
 
 # The layer

@@ -5,11 +5,10 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from frozen_layers import DTYPES, close, gradients, linear, saved_bytes
+from frozen_layers import DTYPES, Decoder, close, gradients, inputs, linear, saved_bytes
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PretrainedConfig
 
 from trl_quant.formats import quantize
 from trl_quant.layers import SampledLinear, UnifiedLinear, unified
@@ -25,13 +24,6 @@ every_precision = pytest.mark.parametrize("precision", unified_flows())
 
 def layer_of(precision: str, **kwargs) -> UnifiedLinear:
     return UnifiedLinear.from_linear(linear(**kwargs), precision)
-
-
-def inputs(tokens: int = 40, features: int = 384, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Inputs whose tokens and features differ in size, so that a scale of the wrong ones is seen."""
-    generator = torch.Generator().manual_seed(2)
-    x = torch.randn(2, tokens // 2, features, generator=generator)
-    return (x * torch.logspace(-2, 2, tokens).view(2, -1, 1) * torch.linspace(0.1, 3, features)).to(dtype)
 
 
 def engine(layer: UnifiedLinear, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
@@ -58,18 +50,6 @@ def adapted(precision: str, merged: bool = True, dtype: torch.dtype = torch.floa
     model = get_peft_model(Decoder(linear(dtype=dtype)), LoraConfig(**settings))
     unify(model, precision, merged)
     return model.base_model.model[0]
-
-
-class Decoder(nn.Sequential):
-    """As much of a model of transformers as `linears` asks for."""
-
-    config = PretrainedConfig()
-
-    def get_decoder(self):
-        return self
-
-    def get_output_embeddings(self):
-        return None
 
 
 # The layer

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from peft import LoraConfig
-from test_plan import model_dir, options, unloaded  # noqa: F401
+from training import lora
 from transformers import Qwen2Config
 
 from trl_quant import QuantGRPOConfig
@@ -37,7 +36,7 @@ def planned(config, tmp_path):
         batch |= {"max_completion_length": 1024}
         args = QuantGRPOConfig(output_dir=tmp_path, use_cpu=True, bf16=True, report_to=[], **batch | settings)
         args.resolve_for(adapted=rank > 0)
-        shape = Shape.of(config, LoraConfig(r=rank, target_modules="all-linear") if rank else None)
+        shape = Shape.of(config, lora(r=rank) if rank else None)
         return Planned(args, config, shape, dtype, 256, round(card * GB), on_cpu)
 
     return of
@@ -113,7 +112,7 @@ def plan(argv: list[str], capsys) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("command", [["plan"], ["train", "--dry_run", "true", "--model_name_or_path"]])
-def test_a_run_that_does_not_fit_ends_with_an_error(model_dir, options, capsys, unloaded, monkeypatch, command):  # noqa: F811
+def test_a_run_that_does_not_fit_ends_with_an_error(model_dir, options, capsys, unloaded, monkeypatch, command):
     argv = [*command, model_dir, *options, "--rollout_precision", "int4", "--max_completion_length", "2000"]
     status, told = plan(argv, capsys)
     assert status == 0 and "It would fit" not in told
@@ -124,7 +123,7 @@ def test_a_run_that_does_not_fit_ends_with_an_error(model_dir, options, capsys, 
     assert "  `per_device_train_batch_size`=" in told
 
 
-def test_a_cpus_memory_is_the_machines(model_dir, options, capsys, unloaded, monkeypatch):  # noqa: F811
+def test_a_cpus_memory_is_the_machines(model_dir, options, capsys, unloaded, monkeypatch):
     """With `use_cpu`; a plan for another machine's GPU says which GPU it supposes."""
     status, told = plan(["plan", model_dir, *options], capsys)
     assert status == 0 and f"Memory of a CPU with {memory_of_machine() / GB:.4g} GB" in told

@@ -1,6 +1,5 @@
 """A plan of a run: its steps and its refusals against those of training, and the commands that print it."""
 
-import json
 import re
 import socket
 import threading
@@ -10,7 +9,7 @@ import pytest
 import torch
 import training
 from datasets import load_dataset
-from tiny import save_tiny, tiny_model, tiny_tokenizer
+from tiny import tiny_model, tiny_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import trl_quant.cli.train as train
@@ -43,32 +42,6 @@ def test_the_number_of_steps_is_the_trainers(tmp_path, prompts, settings):
 
 
 # The commands
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory) -> str:
-    return save_tiny(tmp_path_factory.mktemp("tiny") / "model")
-
-
-@pytest.fixture
-def options(tmp_path) -> list[str]:
-    problems = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in range(8)]
-    path = tmp_path / "problems.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in problems))
-    settings = f"--dataset_name {path} --reward_funcs arithmetic --output_dir {tmp_path / 'run'} --use_cpu true"
-    settings += " --per_device_train_batch_size 4 --num_generations 4 --max_completion_length 8 --report_to none"
-    return settings.split()
-
-
-@pytest.fixture
-def unloaded(monkeypatch):
-    """No weights are read, and no trainer is built."""
-
-    def refuse(*args, **kwargs):
-        raise AssertionError("a plan loads nothing")
-
-    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", refuse)
-    monkeypatch.setattr(QuantGRPOTrainer, "__init__", refuse)
 
 
 def test_plan_and_dry_run_tell_the_same(model_dir, options, capsys, unloaded):

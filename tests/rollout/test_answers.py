@@ -6,8 +6,9 @@ import re
 from types import SimpleNamespace
 
 import pytest
-from test_engine_protocol import MadeUp
-from test_house_rules import PACKAGE, ROOT, called, nodes, none
+from made_up_engine import MadeUp
+from places import ROOT
+from sources import PACKAGE, called, nodes, none
 from tiny import VOCAB_SIZE
 from training import config, make
 

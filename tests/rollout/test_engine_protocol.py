@@ -12,6 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from drawing import generated
+from made_up_engine import MadeUp
 from places import ROOT
 from tiny import tiny_model, tiny_tokenizer
 from training import config, make, metrics
@@ -24,20 +25,6 @@ from trl_quant.rollout.base import AdaptedEngine
 from trl_quant.rollout.engine import Request, Samples, requests_for
 from trl_quant.rollout.settings import SAMPLING, SamplingSettings, VLLMSettings
 from trl_quant.rollout.trl_face import QuantGeneration, recording
-
-
-class MadeUp:
-    """Samples letters with a probability of its own, whatever the policy."""
-
-    def __init__(self):
-        self.syncs, self.random = 0, torch.Generator().manual_seed(0)
-
-    def sync(self):
-        self.syncs += 1
-
-    def sample(self, requests):
-        ids = torch.randint(64, 90, (len(requests), 5), generator=self.random).tolist()
-        return Samples(ids, [[-3.25] * 5 for _ in ids])
 
 
 class MadeUpTrainer(QuantGRPOTrainer):

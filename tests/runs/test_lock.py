@@ -1,5 +1,6 @@
 """One process at a time writes a place: runs, evaluations and copies; the system frees the lock of one that died."""
 
+from locks import holder
 from places import ROOT
 import os
 import signal
@@ -13,29 +14,8 @@ import pytest
 from trl_quant.storage.lock import OUTPUT_LOCK, locked
 
 
-HOLDER = """
-import os, sys, time
-from trl_quant.storage.lock import locked
-with locked(sys.argv[1], "Taken."):
-    if os.fork() == 0:  # a worker that lives on must not keep the lock
-        time.sleep(60)
-    print(os.getpid(), flush=True)
-    sys.stdin.read()
-"""
 
 
-def holder(lock: Path) -> subprocess.Popen:
-    """A process that holds the lock, and has forked another."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, lock],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    process.stdout.readline()
-    return process
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from inspect import signature
 from pathlib import Path
 
 import pytest
-from test_lock import holder
+from locks import holder
 from tiny import save_tiny
 from training import config, dataset, make, spread
 

@@ -1,5 +1,6 @@
 """A killed run resumes as if unbroken: six steps equal three, a kill and three; only whole checkpoints count."""
 
+from resumes import SETTINGS, metrics, trainer_of
 import json
 import os
 import shutil
@@ -22,30 +23,10 @@ from trl_quant.trainers import checkpoints, own_directory
 from trl_quant.trainers.checkpoints import checkpoint_to_resume, tell_changes, write_rollout_state
 
 
-SETTINGS = {
-    "rollout_precision": "int4",
-    "noise_schedule": "exponential",
-    "noise_stages": 3,
-    "max_steps": 6,
-    "save_strategy": "steps",
-    "save_steps": 3,
-}
 
 
-def metrics(trainer):
-    """All but the final summary: transformers averages its `train_loss` over the steps of this process only."""
-    return [entry for entry in all_metrics(trainer) if "train_loss" not in entry]
 
 
-def trainer_of(path, kill_at=None, peft=False, prompts=8, model=None, **overrides):
-    return make(
-        QuantGRPOTrainer,
-        config(QuantGRPOConfig, path, **SETTINGS | overrides),
-        reward_funcs=killing(kill_at),
-        peft_config=lora() if peft else None,
-        train_dataset=dataset(prompts),
-        **{"model": model} if model else {},
-    )
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_resume import SETTINGS, metrics, trainer_of
+from resumes import SETTINGS, metrics, trainer_of
 from tiny import save_tiny
 from training import Killed, config, dataset, make, parameters
 

@@ -3,6 +3,7 @@ What TRL's trainers call of a user's: rewards, tools, environments and `rollout_
 must end in time, in every thread, and may not end the process.
 """
 
+from turns import build
 import asyncio
 import collections.abc
 import inspect
@@ -14,8 +15,8 @@ from types import MethodType
 
 import pytest
 from distilling import distil
-from test_rollout_func import answer
-from test_turns import calling_tokenizer, conversations, spread_of_messages
+from turns import answer
+from turns import calling_tokenizer, conversations, spread_of_messages
 from training import config, make
 
 from trl_quant.trainers.launch import TRAINERS
@@ -172,18 +173,6 @@ def cases(*kinds: str) -> list[tuple]:
     return [(kind, *place) for kind in kinds for name in found[kind] for place in PLACES[name].items()]
 
 
-def build(path, kind: str, given: dict, **overrides):
-    """A trainer of one step, whose model calls the tool `note` in every completion."""
-    settings = {"max_completion_length": 160, "generation_kwargs": {"max_new_tokens": 4}, "max_steps": 1}
-    settings |= {"per_device_train_batch_size": 2, "num_generations": 2, "rollout_precision": "int8"} | overrides
-    options = {"processing_class": calling_tokenizer(), "train_dataset": conversations(64)} | given
-    if kind == "distillation":
-        return distil(path, max_tool_calling_iterations=1, options=options, **settings)
-    settings |= {"beta": 0.0} if kind == "rloo" else {"max_tool_calling_iterations": 1}
-    settings |= {"vf_share_layers": True} if kind == "ppo" else {}
-    trainer = TRAINERS[kind]
-    options = {"reward_funcs": spread_of_messages} | options
-    return make(trainer, config(trainer.config_class, path / "out", **settings), **options)
 
 
 def outcome(path, kind: str, given: dict, seconds: float = 0.4) -> tuple[Exception | None, list[str]]:

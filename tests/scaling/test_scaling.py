@@ -7,6 +7,7 @@ import pytest
 import reference
 import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from scaled import IDS, logits, same_bytes, state
 from tiny import FAMILIES, tiny_model
 from torch import nn
 from transformers import (
@@ -23,23 +24,6 @@ from trl_quant.models.families import Family, family_of
 from trl_quant.models.norms import feeding_norms
 from trl_quant.scaling import apply_uaq, uaq_applied
 from trl_quant.scaling.uaq import scale_norms, scalings
-
-
-IDS = torch.arange(24).view(2, 12)
-
-
-@torch.no_grad()
-def logits(model, **inputs):
-    return model(**inputs or {"input_ids": IDS}).logits
-
-
-def state(model):
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-
-
-def same_bytes(one, other):
-    assert one.keys() == other.keys()
-    return all(torch.equal(one[name].view(torch.uint8), other[name].view(torch.uint8)) for name in one)
 
 
 def fed(model):

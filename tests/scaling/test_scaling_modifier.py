@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from test_scaling import logits, same_bytes, state
+from scaled import logits, same_bytes, state
 from tiny import FAMILIES, save_tiny, tiny_model
 from transformers import AutoModelForCausalLM
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 import warm
+from copies import contents, dying
+from places import HELPERS
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tiny import save_tiny, tiny_model
@@ -38,25 +40,6 @@ SHARD = 100_000  # bytes, several files for a tiny model
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> str:
     return save_tiny(tmp_path_factory.mktemp("source") / "model", dtype=torch.bfloat16)
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(directory).as_posix(): path.read_bytes() for path in directory.rglob("*") if path.is_file()
-    }
-
-
-def dying(after: int, how):
-    """A quantizer that does `how` instead of its next-to-`after`th weight, and counts."""
-    calls = []
-
-    def quantizer(x, name, **kwargs):
-        if len(calls) == after:
-            how()
-        calls.append(x.shape)
-        return quantize(x, name, **kwargs)
-
-    return quantizer, calls
 
 
 def burn():
@@ -89,8 +72,8 @@ def test_a_killed_process_leaves_what_the_next_one_goes_on_from(source, tmp_path
     target = tmp_path / "out/q"
     code = (
         "import os, signal, sys\n"
-        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "from test_checkpoint_files import dying\n"
+        f"sys.path.insert(0, {str(HELPERS)!r})\n"
+        "from copies import dying\n"
         "from trl_quant.storage.layout import quantize_checkpoint\n"
         "quantizer, _ = dying(10, lambda: os.kill(os.getpid(), signal.SIGKILL))\n"
         f"quantize_checkpoint({source!r}, {str(target)!r}, 'nvfp4', quantizer=quantizer, max_shard_bytes={SHARD})\n"

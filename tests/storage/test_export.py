@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 import warm
+from copies import contents
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from test_checkpoint_files import contents
 from tiny import FAMILIES, save_tiny, tiny_model, tiny_tokenizer
 from training import config, dataset, lora, make
 from transformers import AutoModelForCausalLM

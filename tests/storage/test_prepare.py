@@ -12,12 +12,10 @@ import torch
 from huggingface_hub.utils import filter_repo_objects
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from tiny import MIXTURES, save_tiny, tiny_model, tiny_tokenizer
+from tiny import MIXTURES, gpt2, save_tiny, tiny_model, tiny_tokenizer
 from training import config, make
 from transformers import (
     AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
 )
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
@@ -41,13 +39,6 @@ def refusal(model, output, *options: str) -> str:
     text = str(error.value)
     assert text.startswith("error: ") and "\n" not in text
     return text
-
-
-def gpt2() -> GPT2LMHeadModel:
-    """A decoder of convolutions, and a head, which is not quantized."""
-    return GPT2LMHeadModel(
-        GPT2Config(n_layer=1, n_embd=128, n_head=4, vocab_size=320, n_positions=128, eos_token_id=257)
-    )
 
 
 # What is quantized

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 import warm
+from copies import contents
 from datasets import Dataset
 from safetensors.torch import load_file
-from test_checkpoint_files import contents
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 

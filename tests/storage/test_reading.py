@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from test_house_rules import PACKAGE, ROOT, called, modules, nodes, none
+from places import ROOT
+from sources import PACKAGE, called, modules, nodes, none
 from tiny import save_tiny
 from training import config, lora, make
 

@@ -5,12 +5,11 @@ import re
 from fractions import Fraction
 
 import pytest
-from places import TESTS
+from places import TESTS, WORD_PROBLEMS
 
 from trl_quant.tasks import gsm8k_reward
 
 
-EXCERPT = TESTS / "data" / "word_problems.jsonl"
 GSM8K = next((p / "shared/data/gsm8k" for p in TESTS.resolve().parents if (p / "shared/data/gsm8k").is_dir()), None)
 
 WAYS_TO_ANSWER = (
@@ -39,7 +38,7 @@ def test_gold_solutions(split):
     """Each is right for its own question and wrong for one with another answer; so is its final number alone."""
     if split != "excerpt" and GSM8K is None:
         pytest.skip("needs GSM8K in shared/data/gsm8k")
-    path = EXCERPT if split == "excerpt" else GSM8K / f"{split}.jsonl"
+    path = WORD_PROBLEMS if split == "excerpt" else GSM8K / f"{split}.jsonl"
     golds = [json.loads(line)["answer"] for line in path.read_text().splitlines()]
     assert gsm8k_reward(golds, golds) == [1.0] * len(golds)
     bare = [gold.rpartition("#### ")[2].strip() for gold in golds]

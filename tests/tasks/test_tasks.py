@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from places import WORD_PROBLEMS
 from scores import arithmetic
-from test_gsm8k_solutions import EXCERPT
 from tiny import tiny_model, tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 
@@ -30,12 +30,12 @@ def write(path: Path, *rows: dict) -> str:
 
 
 def test_prompts_from_gsm8k_format():
-    dataset = load_prompts(str(EXCERPT))
+    dataset = load_prompts(str(WORD_PROBLEMS))
     assert dataset.column_names[0] == "prompt" and "answer" in dataset.column_names
     assert dataset[0]["prompt"].startswith("A baker") and dataset[0]["answer"].endswith("#### 22")
-    assert load_prompts(str(EXCERPT), split="train[:3]")["prompt"] == dataset["prompt"][:3]
-    assert load_prompts(EXCERPT)["prompt"][:] == dataset["prompt"][:]
-    assert load_prompts(str(EXCERPT), split="test")["prompt"] == dataset["prompt"][:]
+    assert load_prompts(str(WORD_PROBLEMS), split="train[:3]")["prompt"] == dataset["prompt"][:3]
+    assert load_prompts(WORD_PROBLEMS)["prompt"][:] == dataset["prompt"][:]
+    assert load_prompts(str(WORD_PROBLEMS), split="test")["prompt"] == dataset["prompt"][:]
 
 
 def test_prompts_become_conversations_with_a_chat_template(tmp_path):

@@ -8,11 +8,10 @@ import pytest
 from distilling import distil, settings_of, teacher
 from places import ROOT
 from reference import diagnostics
-from test_prepare import gpt2
-from test_turns import calling_tokenizer, conversations, note
-from tiny import VOCAB_SIZE, save_tiny, tiny_model
+from tiny import VOCAB_SIZE, gpt2, save_tiny, tiny_model
 from training import config, metrics
 from trl import GRPOConfig
+from turns import calling_tokenizer, conversations, note
 
 from trl_quant import QuantDistillationConfig, QuantDistillationTrainer
 from trl_quant.corrections import CORRECTIONS

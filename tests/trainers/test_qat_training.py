@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from test_qat_linear import same_codes
+from frozen_layers import same_codes
 from tiny import save_tiny, tiny_model
 from training import Killed, assert_same_run, config, killing, lora, make, metrics, parameters
 from transformers import AutoModelForCausalLM, TrainerCallback

@@ -5,9 +5,9 @@ import logging
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from test_bad_input import ACCEPTED_DATA, REFUSED_DATA
-from test_user_calls import build
+from refusals import ACCEPTED_DATA, REFUSED_DATA
 from training import PROMPTS, metrics, parameters, spread
+from turns import build
 
 from trl_quant.trainers.launch import TRAINERS
 

@@ -11,18 +11,17 @@ import runpy
 import time
 from collections import Counter
 from importlib.util import find_spec
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import PartialState
-from datasets import Dataset
 from places import ROOT
 from reference import DROPPING, diagnostics
-from tiny import save_tiny, tiny_model, tiny_tokenizer
-from training import PROMPTS, config, dataset, make, metrics, parameters
+from tiny import save_tiny, tiny_model
+from training import config, dataset, make, metrics, parameters
 from trl import GRPOConfig
+from turns import generations, in_vllm, note, noted, put_to_sleep, spread_of_messages, with_tools
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.corrections import TIS, CorrectionInputs
@@ -30,115 +29,12 @@ from trl_quant.rollout.verify import self_check
 from trl_quant.trl_seams import exchanged
 
 
-# Every message as in ChatML, calls of tools in front of the content
-TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['tool_calls'] | default('') }}"
-    "{{ message['content'] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 NOISE = {"noise_schedule": "exponential", "noise_sigma_start": 0.2, "noise_sigma_end": 0.1, "noise_stages": 3}
-
-
-def note() -> str:
-    """Takes a note."""
-    return "ok"
-
-
-def calling_tokenizer():
-    """A tokenizer that reads a call of [`note`] in every completion."""
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template, tokenizer.response_schema = TEMPLATE, {}
-    call = {"type": "function", "function": {"name": "note", "arguments": {}}}
-
-    def parse_response(ids, **kwargs):
-        text = tokenizer.decode(ids, skip_special_tokens=True)
-        return {"role": "assistant", "content": text, "tool_calls": [call]}
-
-    tokenizer.parse_response = parse_response
-    return tokenizer
-
-
-def conversations(n: int) -> Dataset:
-    return Dataset.from_dict({"prompt": [[{"role": "user", "content": PROMPTS[i % len(PROMPTS)]}] for i in range(n)]})
 
 
 def rare(completions, **kwargs) -> list[float]:
     """A reward that few completions get, so that whole groups have none."""
     return [float(sum(map(ord, text)) % 4 == 0) for text in completions]
-
-
-def spread_of_messages(completions, **kwargs) -> list[float]:
-    texts = ["".join(message["content"] for message in messages) for messages in completions]
-    return [sum(ord(c) % 7 for c in text) / (6 * max(len(text), 1)) for text in texts]
-
-
-def with_tools(
-    path, model, turns: int, tool=note, reward=spread_of_messages, kind=QuantGRPOTrainer, options=None, **overrides
-) -> QuantGRPOTrainer:
-    """A trainer whose completions take `turns` turns of at most four tokens."""
-    short = "max_tokens" if overrides.get("use_vllm") else "max_new_tokens"
-    settings = {
-        "max_completion_length": 160,
-        "max_tool_calling_iterations": turns - 1,
-        "generation_kwargs": {short: 4},
-        "max_steps": 3,
-    }
-    return make(
-        kind,
-        config(QuantGRPOConfig, path / "out", **settings | overrides),
-        model=model,
-        reward_funcs=reward,
-        processing_class=calling_tokenizer(),
-        train_dataset=conversations(64),
-        **{"tools": [tool]} | (options or {}),
-    )
-
-
-VLLM = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 512}
-
-
-def in_vllm() -> dict:
-    from vllm_engines import SMALL
-
-    return VLLM | {"vllm_engine_kwargs": SMALL}
-
-
-def noted(generation) -> tuple[list[str], list[float]]:
-    """What an engine does from now on, in order, and the sum of the norms that each turn samples with."""
-    sampler, events, norms = generation.engine, [], []
-
-    def noting(name: str, call):
-        def noted(*args, **kwargs):
-            events.append(name)
-            return call(*args, **kwargs)
-
-        return noted
-
-    generate = generation.generate
-
-    def turn(*args, **kwargs):
-        output = generate(*args, **kwargs)
-        norms.append(sum(norm.double().sum().item() for norm in sampler.read_norms().values()))
-        return output
-
-    generation.generate = noting("turn", turn)
-    sampler.sync = noting("sync", sampler.sync)
-    sampler.write_norms = noting("noise", sampler.write_norms)
-    return events, norms
-
-
-def put_to_sleep(sampler, level: int, events: list[str]) -> None:
-    """Puts an engine to sleep now, and after each generation."""
-
-    def sleep(level: int):
-        events.append("sleep")
-        if level == 2:
-            sampler.llm.apply_model(lambda model: [parameter.data.zero_() for parameter in model.parameters()] and None)
-
-    sampler.llm.sleep = sleep
-    sampler.llm.wake_up = lambda tags: events.extend(f"wake {tag}" for tag in tags)
-    sampler.sleep_level = level
-    sampler.rest()
-    events.clear()
 
 
 def note_checks(monkeypatch, events: list[str]) -> None:
@@ -148,13 +44,6 @@ def note_checks(monkeypatch, events: list[str]) -> None:
 
 def threes(values: list) -> list[list]:
     return [values[start : start + 3] for start in range(0, len(values), 3)]
-
-
-def generations(events: list[str], end: str) -> list[list[str]]:
-    """`events`, cut after each `end`."""
-    ends = [i + 1 for i, event in enumerate(events) if event == end]
-    assert ends[-1] == len(events)
-    return [events[start:stop] for start, stop in pairwise([0, *ends])]
 
 
 # Where there is no engine

@@ -22,7 +22,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 import file_transfer
 import requests
 import torch
-from test_vllm_server import FILES, PROCESSED, files_in_place_of_nccl, serve, trainer_of, wait_for
+from servers import FILES, PROCESSED, files_in_place_of_nccl, serve, trainer_of, wait_for
 from tiny import save_tiny
 from training import metrics
 from trl.generation.vllm_client import VLLMClient
