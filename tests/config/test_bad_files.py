@@ -4,13 +4,14 @@ import errno
 import json
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 from refusals import INT8, VLLM, build, check, prompts, refused
 from safetensors import SafetensorError
 from tiny import VOCAB_SIZE, save_tiny
-from training import config, make
+from training import config, make, trainer_for
 from transformers import AutoConfig, BitsAndBytesConfig, LlamaConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
@@ -171,9 +172,7 @@ def test_a_truncated_file_of_the_policy_is_named(tmp_path):
 # While running
 
 
-def trainer_of(path, **overrides):
-    settings = {"rollout_precision": "int4", "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
-    return make(QuantGRPOTrainer, config(QuantGRPOConfig, path, **settings | overrides), peft_config=None)
+trainer_of = partial(trainer_for, rollout_precision="int4", max_steps=2, save_strategy="steps", save_steps=1)
 
 
 @pytest.fixture(scope="module")

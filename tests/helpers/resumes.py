@@ -1,9 +1,7 @@
 """Runs that are killed and go on, for the tests."""
 
-from training import config, dataset, killing, lora, make
+from training import dataset, killing, lora, trainer_for
 from training import metrics as all_metrics
-
-from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 
 
 SETTINGS = {
@@ -21,12 +19,6 @@ def metrics(trainer):
     return [entry for entry in all_metrics(trainer) if "train_loss" not in entry]
 
 
-def trainer_of(path, kill_at=None, peft=False, prompts=8, model=None, **overrides):
-    return make(
-        QuantGRPOTrainer,
-        config(QuantGRPOConfig, path, **SETTINGS | overrides),
-        reward_funcs=killing(kill_at),
-        peft_config=lora() if peft else None,
-        train_dataset=dataset(prompts),
-        **{"model": model} if model else {},
-    )
+def trainer_of(path, kill_at=None, peft=False, prompts=8, model=None, **given):
+    given = {"reward_funcs": killing(kill_at), "peft_config": lora() if peft else None} | given
+    return trainer_for(path, model, train_dataset=dataset(prompts), **SETTINGS | given)

@@ -12,13 +12,9 @@ import pytest
 import trl.generation.vllm_client as vllm_client
 import warm
 from places import HELPERS, ROOT
-from training import config, make
+from training import trainer_for
 from vllm_engines import FP8_CACHE
 
-from trl_quant import (
-    QuantGRPOConfig,
-    QuantGRPOTrainer,
-)
 from trl_quant.rollout.vllm import server as vllm_server
 
 
@@ -83,11 +79,5 @@ def behind(url: str, precision: str) -> dict:
     return {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "rollout_precision": precision}
 
 
-def trainer_of(tmp_path, url, model, precision, peft_config=None, **options):
-    settings = behind(url, precision)
-    return make(
-        QuantGRPOTrainer,
-        config(QuantGRPOConfig, tmp_path / "out", **settings | options),
-        model=str(model),
-        peft_config=peft_config,
-    )
+def trainer_of(tmp_path, url, model, precision, **options):
+    return trainer_for(tmp_path / "out", str(model), **behind(url, precision) | options)

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import torch
 from tiny import save_tiny
-from training import config, make, metrics
+from training import metrics, trainer_for
 from vllm_engines import SMALL
 
-from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant import QuantGRPOTrainer
 
 
 # A precision, and where it fails
@@ -35,8 +35,8 @@ def trainer_of(path: Path, precision: str, fails: str | None) -> QuantGRPOTraine
 
     engine = SMALL | {"kv_cache_memory_bytes": 1 if fails == "start" else 16 << 20}
     settings = {"use_vllm": True, "vllm_mode": "colocate", "vllm_engine_kwargs": engine, "vllm_max_model_length": 512}
-    args = config(QuantGRPOConfig, path / "out", rollout_precision=precision, max_steps=2, **settings)
-    return make(QuantGRPOTrainer, args, model=str(path / "model"), reward_funcs=reward)
+    settings |= {"rollout_precision": precision, "max_steps": 2}
+    return trainer_for(path / "out", str(path / "model"), reward_funcs=reward, **settings)
 
 
 if __name__ == "__main__":

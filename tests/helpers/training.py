@@ -5,6 +5,8 @@ from datasets import Dataset
 from peft import LoraConfig
 from tiny import tiny_model, tiny_tokenizer
 
+from trl_quant import QuantGRPOTrainer
+
 
 PROMPTS = [
     "1+1=",
@@ -91,6 +93,16 @@ def make(trainer_class, args, model=None, **kwargs):
     kwargs.setdefault("reward_funcs", spread)
     kwargs.setdefault("processing_class", tiny_tokenizer())
     return trainer_class(model=model if model is not None else tiny_model(seed=3), args=args, **kwargs)
+
+
+def trainer_for(path, model=None, kind=None, **given):
+    """
+    A trainer, `QuantGRPOTrainer` unless its `kind` is told, whose files go to `path`. Of what is given, the fields of
+    its config are settings of the run; the rest goes to the trainer.
+    """
+    kind = kind or QuantGRPOTrainer
+    settings = {name: given.pop(name) for name in given.keys() & kind.config_class.__dataclass_fields__.keys()}
+    return make(kind, config(kind.config_class, path, **settings), model, **given)
 
 
 def metrics(trainer) -> list[dict]:

@@ -11,20 +11,15 @@ import transformers
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from tiny import EOS, FAMILIES, MIXTURES, PAD, save_tiny, tiny_model, tiny_tokenizer
-from training import config, dataset, lora, make
+from training import config, dataset, lora, trainer_for
 
-from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant import QuantGRPOConfig
 from trl_quant.config.before_loading import check_before_loading
 from trl_quant.models import families
 from trl_quant.rollout.stream import PolicyWeights, default_dtype
 
 
-def trainer_of(path, model, **options) -> QuantGRPOTrainer:
-    given = {
-        name: options.pop(name) for name in ("peft_config", "processing_class", "train_dataset") if name in options
-    }
-    args = config(QuantGRPOConfig, path, **{"rollout_precision": "int8", "max_steps": 2} | options)
-    return make(QuantGRPOTrainer, args, model, **given)
+trainer_of = partial(trainer_for, rollout_precision="int8", max_steps=2)
 
 
 def mismatch(trainer) -> float:

@@ -6,6 +6,7 @@ import inspect
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,11 @@ from drawing import generated
 from made_up_engine import MadeUp
 from places import ROOT
 from tiny import tiny_model, tiny_tokenizer
-from training import config, make, metrics
+from training import metrics, trainer_for
 from trl.generation.vllm_generation import VLLMGeneration
 
 import trl_quant
-from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, rollout
+from trl_quant import QuantGRPOTrainer, rollout
 from trl_quant.rollout import ENGINES, RolloutEngine, TransformersEngine
 from trl_quant.rollout.base import AdaptedEngine
 from trl_quant.rollout.engine import Request, Samples, requests_for
@@ -35,8 +36,7 @@ class MadeUpTrainer(QuantGRPOTrainer):
         return MadeUp()
 
 
-def trainer_of(tmp_path, **overrides) -> MadeUpTrainer:
-    return make(MadeUpTrainer, config(QuantGRPOConfig, tmp_path, rollout_precision="bf16", **overrides))
+trainer_of = partial(trainer_for, kind=MadeUpTrainer, rollout_precision="bf16")
 
 
 def test_a_trainer_learns_from_a_made_up_engine(tmp_path):

@@ -1,6 +1,7 @@
 """The sampler is never stale: whoever changes the policy's weights, the next generation samples from the new ones."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from changes import (
 )
 from peft import IA3Config, LoHaConfig, LoraConfig, get_peft_model
 from tiny import tiny_model
-from training import assert_same_run, config, dataset, make
+from training import assert_same_run, config, dataset, make, trainer_for
 from transformers import TrainerCallback, set_seed
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
@@ -41,9 +42,7 @@ def adapted(seed: int = 3, **settings):
     return model
 
 
-def trainer_of(path, model, **settings) -> QuantGRPOTrainer:
-    args = config(QuantGRPOConfig, path, **{"rollout_precision": "int8", "max_steps": 1} | settings)
-    return make(QuantGRPOTrainer, args, model)
+trainer_of = partial(trainer_for, rollout_precision="int8", max_steps=1)
 
 
 def sampled_from(trainer) -> torch.Tensor:

@@ -1,14 +1,13 @@
 """A limit ends the process too: at its end, threads and children that a call left behind do not keep it."""
 
-from places import HELPERS, ROOT
 import json
 import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from places import HELPERS, ROOT
 from tiny import save_tiny
 
 

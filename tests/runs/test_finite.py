@@ -2,6 +2,7 @@
 
 import functools
 import re
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -10,7 +11,7 @@ from broken import Broken
 from ranks import on_two_ranks, results
 from safetensors.torch import load_file
 from tiny import save_tiny
-from training import assert_same_run, config, make, parameters
+from training import assert_same_run, config, make, parameters, trainer_for
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_quant import AISGRPOConfig, AISGRPOTrainer, QuantGRPOConfig, QuantGRPOTrainer
@@ -20,8 +21,7 @@ SETTINGS = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "m
 KINDS = {"embedded": {"rollout_precision": "int8"}, "plain": {}}
 
 
-def trainer_of(path, *callbacks, **overrides):
-    return make(QuantGRPOTrainer, config(QuantGRPOConfig, path, **SETTINGS | overrides), callbacks=list(callbacks))
+trainer_of = partial(trainer_for, **SETTINGS)
 
 
 def holds(path, step: int) -> None:
@@ -47,7 +47,7 @@ def as_unbroken(trainer, path, **options) -> None:
 def test_a_gradient_that_is_not_finite(tmp_path, kind, value, max_grad_norm):
     """The optimizer does not take it: the weights are those before the step, and a resume goes on as if unbroken."""
     options = KINDS[kind] | {"max_grad_norm": max_grad_norm}
-    broken = trainer_of(tmp_path / "run", Broken(3, value), **options)
+    broken = trainer_of(tmp_path / "run", callbacks=[Broken(3, value)], **options)
     with pytest.raises(RuntimeError, match=r"Step 3 is not finite.*checkpoint-2; continue with `train\(resume"):
         broken.train()
     holds(tmp_path / "run", 2)
@@ -61,7 +61,7 @@ def test_a_gradient_that_is_not_finite(tmp_path, kind, value, max_grad_norm):
 @pytest.mark.parametrize("place", ["gradient", "weight"])
 @pytest.mark.parametrize("strategy", ["steps", "no"])
 def test_at_the_last_step(tmp_path, place, strategy):
-    broken = trainer_of(tmp_path, Broken(4, place=place), save_strategy=strategy)
+    broken = trainer_of(tmp_path, callbacks=[Broken(4, place=place)], save_strategy=strategy)
     with pytest.raises(RuntimeError, match="not finite"):
         broken.train()
     if strategy == "steps":
@@ -72,7 +72,7 @@ def test_at_the_last_step(tmp_path, place, strategy):
 def test_what_comes_by_another_way_is_not_saved(tmp_path, place):
     named = {"weight": "`model.embed_tokens.weight` is", "optimizer": "the optimizer's 'exp_avg_sq' of parameter 0 is"}
     with pytest.raises(RuntimeError, match=rf"^{named[place]} not finite after step 3\. .*checkpoint-2; continue"):
-        trainer_of(tmp_path, Broken(3, place=place)).train()
+        trainer_of(tmp_path, callbacks=[Broken(3, place=place)]).train()
     holds(tmp_path, 2)
 
 
@@ -96,7 +96,7 @@ def test_a_loss_that_the_log_would_hide(tmp_path, monkeypatch):
 def test_the_same_trainer_goes_on(tmp_path):
     """In the process that failed, with nothing left of the step."""
     breaking = Broken(3)
-    broken = trainer_of(tmp_path / "run", breaking)
+    broken = trainer_of(tmp_path / "run", callbacks=[breaking])
     with pytest.raises(RuntimeError, match="Step 3 is not finite"):
         broken.train()
     breaking.handle.remove()

@@ -1,21 +1,13 @@
 """One process at a time writes a place: runs, evaluations and copies; the system frees the lock of one that died."""
 
-from locks import holder
-from places import ROOT
 import os
 import signal
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
+from locks import holder
 
 from trl_quant.storage.lock import OUTPUT_LOCK, locked
-
-
-
-
 
 
 @pytest.fixture

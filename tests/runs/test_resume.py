@@ -1,6 +1,5 @@
 """A killed run resumes as if unbroken: six steps equal three, a kill and three; only whole checkpoints count."""
 
-from resumes import SETTINGS, metrics, trainer_of
 import json
 import os
 import shutil
@@ -10,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
+from resumes import SETTINGS, metrics, trainer_of
 from safetensors.torch import load_file, save_file
-from training import Killed, config, dataset, killing, lora, make, parameters
-from training import metrics as all_metrics
+from training import Killed, config, make, parameters
 from transformers import TrainerCallback
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, QuantPPOConfig, QuantRLOOConfig
@@ -21,12 +20,6 @@ from trl_quant.storage.manifest import MANIFEST
 from trl_quant.storage.run_checkpoints import last_complete_checkpoint, read_rollout_state
 from trl_quant.trainers import checkpoints, own_directory
 from trl_quant.trainers.checkpoints import checkpoint_to_resume, tell_changes, write_rollout_state
-
-
-
-
-
-
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ What TRL's trainers call of a user's: rewards, tools, environments and `rollout_
 must end in time, in every thread, and may not end the process.
 """
 
-from turns import build
 import asyncio
 import collections.abc
 import inspect
@@ -14,10 +13,7 @@ import typing
 from types import MethodType
 
 import pytest
-from distilling import distil
-from turns import answer
-from turns import calling_tokenizer, conversations, spread_of_messages
-from training import config, make
+from turns import answer, build, conversations, spread_of_messages
 
 from trl_quant.trainers.launch import TRAINERS
 
@@ -171,8 +167,6 @@ def cases(*kinds: str) -> list[tuple]:
     found = callables()
     assert {name for names in found.values() for name in names} == {*PLACES}
     return [(kind, *place) for kind in kinds for name in found[kind] for place in PLACES[name].items()]
-
-
 
 
 def outcome(path, kind: str, given: dict, seconds: float = 0.4) -> tuple[Exception | None, list[str]]:

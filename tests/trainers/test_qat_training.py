@@ -6,7 +6,7 @@ import pytest
 import torch
 from frozen_layers import same_codes
 from tiny import save_tiny, tiny_model
-from training import Killed, assert_same_run, config, killing, lora, make, metrics, parameters
+from training import Killed, assert_same_run, config, killing, lora, make, metrics, parameters, trainer_for
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
@@ -29,12 +29,8 @@ every_precision = pytest.mark.parametrize("precision", qat_precisions())
 IDS = list(range(20, 60))
 
 
-def trainer_of(path, precision: str | None = "nvfp4", model=None, callbacks=(), rewards=None, **overrides):
-    if precision is not None:
-        overrides["train_precision"] = precision
-    args = config(QuantGRPOConfig, path, **{"max_steps": 3} | overrides)
-    given = {} if rewards is None else {"reward_funcs": rewards}
-    return make(QuantGRPOTrainer, args, model=model or tiny_model(seed=3), callbacks=list(callbacks), **given)
+def trainer_of(path, precision: str | None = "nvfp4", model=None, **given):
+    return trainer_for(path, model, **{"train_precision": precision, "max_steps": 3} | given)
 
 
 def layers_of(model) -> dict[str, QATLinear]:
@@ -235,12 +231,12 @@ def test_the_reference_policy_is_quantized_too(tmp_path):
 
 def test_it_resumes_bit_for_bit(tmp_path):
     settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
-    whole = trainer_of(tmp_path / "whole", rewards=killing(None), **settings)
+    whole = trainer_of(tmp_path / "whole", reward_funcs=killing(None), **settings)
     whole.train()
-    broken = trainer_of(tmp_path / "broken", rewards=killing(5), **settings)
+    broken = trainer_of(tmp_path / "broken", reward_funcs=killing(5), **settings)
     with pytest.raises(Killed):
         broken.train()
-    resumed = trainer_of(tmp_path / "broken", rewards=killing(None), **settings)
+    resumed = trainer_of(tmp_path / "broken", reward_funcs=killing(None), **settings)
     resumed.train(resume_from_checkpoint=True)
     own, theirs = parameters(whole), parameters(resumed)
     assert all(torch.equal(own[name], theirs[name]) for name in own)

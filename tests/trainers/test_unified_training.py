@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tiny import save_tiny, tiny_model
-from training import assert_same_run, config, lora, make, metrics, parameters
+from training import assert_same_run, config, lora, make, metrics, parameters, trainer_for
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, QuantPPOConfig, QuantRLOOConfig
 from trl_quant.formats import quantize
@@ -22,12 +22,10 @@ pytestmark = pytest.mark.isa
 every_precision = pytest.mark.parametrize("precision", unified_flows())
 
 
-def trainer_of(path, precision: str | None = "fp8", model=None, peft=False, **overrides):
-    if precision is not None:
-        overrides["train_precision"] = precision
-    args = config(QuantGRPOConfig, path, **{"max_steps": 3} | overrides)
+def trainer_of(path, precision: str | None = "fp8", model=None, peft=False, **given):
     torch.manual_seed(0)  # of adapters
-    return make(QuantGRPOTrainer, args, model=model, peft_config=lora() if peft else None)
+    settings = {"train_precision": precision, "max_steps": 3, "peft_config": lora() if peft else None}
+    return trainer_for(path, model, **settings | given)
 
 
 def mismatch(trainer) -> float:

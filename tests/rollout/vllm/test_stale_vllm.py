@@ -7,13 +7,13 @@ import torch.nn.utils.prune as prune
 from changes import BEST, FOLLOWED, STEPS, Double, after_the_best, changes, move, replace, worse_each_step
 from peft import get_peft_model
 from torch import nn
-from training import config, dataset, lora, make
+from training import dataset, lora, trainer_for
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm_engines import SMALL, fresh, greedy, keep, policy
 
-from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant import QuantGRPOTrainer
 from trl_quant.formats import quantize
 from trl_quant.policy.unified import unified_layers
 from trl_quant.rollout import VLLMEngine
@@ -33,9 +33,7 @@ def trainer_of(path, model, **settings) -> QuantGRPOTrainer:
         "sync_check_steps": 0,
         "max_steps": 1,
     }
-    data = {name: settings.pop(name) for name in ("reward_funcs", "eval_dataset") if name in settings}
-    args = config(QuantGRPOConfig, path / "out", **options | settings)
-    trainer = make(QuantGRPOTrainer, args, model, **data)
+    trainer = trainer_for(path / "out", model, **options | settings)
     keep(trainer)
     return trainer
 

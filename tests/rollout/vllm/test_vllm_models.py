@@ -6,14 +6,14 @@ import torch
 from drawing import generated
 from peft import LoraConfig, get_peft_model
 from tiny import FAMILIES, save_tiny, tiny_tokenizer
-from training import config, lora, make
+from training import lora, trainer_for
 from transformers import AutoModelForCausalLM
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm_engines import SMALL, engine, fp8_block_anywhere, fresh, greedy, keep, policy, update
 
-from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant import QuantGRPOTrainer
 
 
 pytestmark = pytest.mark.vllm
@@ -98,7 +98,7 @@ def test_an_adapter_that_changed_its_base_is_not_synced_alone(tmp_path, start):
 def trainer_of(path, model, **options) -> QuantGRPOTrainer:
     settings = {"use_vllm": True, "vllm_mode": "colocate", "rollout_precision": "int8", "max_steps": 1}
     settings |= {"vllm_engine_kwargs": SMALL, "vllm_max_model_length": 256, "sync_check_steps": 1}
-    return make(QuantGRPOTrainer, config(QuantGRPOConfig, path / "out", **settings | options), model)
+    return trainer_for(path / "out", model, **settings | options)
 
 
 def resized(model):
