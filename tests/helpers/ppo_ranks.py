@@ -74,14 +74,14 @@ def log(trainer) -> list[dict]:
 
 
 def train(precision: str, tuning: str, path: Path) -> dict:
-    """One rank: its end, and whether runs that resume in the first generation and after it end with the same bits."""
+    """One rank: its end, and whether runs that resume in the first generation or after it end with the same bits."""
     os.environ["FSDP_RESHARD_AFTER_FORWARD"] = "true"
     trainer = run(precision, tuning, path)
     sharded = all(isinstance(param, DTensor) for param in trainer.critic.model.parameters())
     ends = whole(trainer.model) | {f"critic {name}": value for name, value in whole(trainer.critic.model).items()}
     found = {"weights": sums(trainer), "log": log(trainer), "start": trainer.begun, "sharded": sharded}
     found["resumed"] = True
-    for step in (1, 2):
+    for step in {"full": (1, 2), "lora": (1,), "shared": (2,)}[tuning]:
         again = run(precision, tuning, path, resume=step)
         theirs = whole(again.model) | {f"critic {name}": value for name, value in whole(again.critic.model).items()}
         found["resumed"] &= all(torch.equal(value, theirs[name]) for name, value in ends.items())

@@ -296,7 +296,7 @@ def test_memory_of_denoising(tmp_path, monkeypatch, rows, wide, vocabulary):
     live = Live()
     live.sizes |= {parameter.untyped_storage().data_ptr(): 0 for parameter in model.parameters()}
     with live:
-        denoise(model, prompts, torch.ones_like(prompts), Schedule(length, block, 4, 1.0), 4, [3])
+        denoise(model, prompts, torch.ones_like(prompts), Schedule(length, block, block, 1.0), 4, [3])
     settings = {"rollout_precision": "bf16", "max_completion_length": length, "block_length": block}
     found = while_denoising(tmp_path, config, prompt, rows, num_generations=rows, **settings)
     assert found.sampling["denoising"] == pytest.approx(live.peak, rel=0.02)

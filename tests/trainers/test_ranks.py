@@ -105,7 +105,7 @@ def test_a_checkpoint_is_marked_as_whole_after_all_ranks_have_saved(found, case)
 def test_policy_and_critic_on_two_ranks_train_as_on_one(found, launch, case, tmp_path):
     """
     Two updates on each of two generations, whose completions their prompts decide, each in two micro-batches. Resumed
-    inside and after the first generation the ranks end bit for bit where they did.
+    inside or after the first generation, or both, the ranks end bit for bit where they did.
     """
     left, right = found(launch, case)
     assert left["weights"] == right["weights"] and left["resumed"] and right["resumed"]
