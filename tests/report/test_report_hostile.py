@@ -14,17 +14,18 @@ from statistics import fmean
 from xml.etree import ElementTree
 
 import pytest
+from hostile import FILES, METRICS, lines
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from places import ROOT
 from run_logs import entries, log, write_jsonl, write_state
 
 from trl_quant.cli import main
-from trl_quant.report.findings import findings, later_tokens_worse, not_a_number, verdict
+from trl_quant.report.findings import findings, later_tokens_worse, not_a_number
 from trl_quant.report.page import page
 from trl_quant.report.panels import chart, logged
 from trl_quant.report.runs import LARGEST, Group, Run, differences, grouped, moving_average, read_run
-from trl_quant.report.table import HEADER, row
+from trl_quant.report.table import row
 from trl_quant.report.terminal import plain, printable
 from trl_quant.storage.whole import write_whole
 
@@ -65,10 +66,6 @@ def message(*argv) -> str:
     text = ended.value.code
     assert text.startswith("error: ") and "\n" not in text and text.removeprefix("error: ").isprintable()
     return text
-
-
-def lines(*rows) -> str:
-    return "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
 
 
 # What is refused
@@ -134,8 +131,6 @@ def test_what_is_no_log_is_refused(tmp_path, case):
     assert says in text and str(path) in text and not (tmp_path / "report.html").exists()
 
 
-FILES = ("metrics.jsonl", "trainer_state.json", "settings.json")
-FILES += ("checkpoint-7/trainer_state.json", "checkpoint-7/rollout_state.json")
 IN_ITS_PLACE = {
     "a FIFO": (os.mkfifo, "not a regular file"),
     "a directory": (os.mkdir, "not a regular file"),
@@ -435,81 +430,3 @@ def test_output_that_cannot_be_printed(tmp_path, kind):
     assert ended.returncode == 1 and "Traceback" not in ended.stderr and "Exception" not in ended.stderr
     if kind == "full":  # rich is silent where a pipe is closed
         assert ended.stderr.splitlines()[-1] == "error: [Errno 28] No space left on device"
-
-
-# Anything
-
-METRICS = ["reward", "mismatch/kl_k3", "mismatch/kl_k1", "mismatch/weight_mean", "mismatch/ess_ratio", "entropy"]
-METRICS += ["mismatch/max_weight", "mismatch/cap_fraction", "mismatch/dropped_fraction", "clip_ratio/region_mean"]
-METRICS += ["mismatch/unscored_fraction", "frac_reward_zero_std", "completions/clipped_ratio", "ais/alpha"]
-METRICS += ["mismatch/by_position/0-15", "mismatch/by_position/16-", "noise/sigma", "noise/effective_sigma"]
-METRICS += ["weights/normalized_update", "weights/normalized_quantization_error", "weights/codes_changed"]
-METRICS += ["sync_check/bound", "sync_check/logp_difference", "step_time", "num_tokens", "grad_norm", "profiling/x"]
-METRICS += ["train_runtime", "eval_reward", "train_mem_gpu_alloc_delta", "sampling/importance_sampling_ratio/mean"]
-numbers = st.floats() | st.floats(-2, 2) | st.integers(-(10**320), 10**320) | st.integers(0, 2)
-scalars = st.none() | st.booleans() | numbers | st.text(max_size=5)
-anything = st.recursive(
-    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
-)
-names = (
-    st.sampled_from(METRICS)
-    | st.text(max_size=5)
-    | st.tuples(st.sampled_from(["profiling/", "mismatch/by_position/"]), st.text(max_size=8)).map("".join)
-)
-# Of a kind, so that most of a log is read
-good_entry = st.builds(
-    lambda step, values: {**values, "step": step}, st.integers(0, 30), st.dictionaries(names, numbers, max_size=9)
-)
-odd_entry = st.builds(lambda step, values: values | step, st.just({}) | anything.map(lambda x: {"step": x}), good_entry)
-good_log = st.lists(good_entry, max_size=25)
-odd_log = st.lists(good_entry | odd_entry | anything, max_size=9)
-states = st.fixed_dictionaries(
-    {"log_history": good_log | odd_log | anything},
-    optional={"max_steps": st.integers(0, 30) | anything, "global_step": st.integers(0, 30) | anything},
-)
-documents = st.builds(json.dumps, states | anything).map(str.encode)
-logs = st.builds(lambda rows: lines(*rows), good_log | odd_log).map(str.encode)
-contents = st.one_of(logs, documents, st.binary(max_size=30), st.builds(lambda x, n: x[:n], logs, st.integers(0, 200)))
-SETTINGS = {
-    "deadline": None,
-    "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
-}
-
-
-def reported(path: Path, files: dict[str, bytes]) -> Run | None:
-    """The run that files hold, once it is judged; `None` where they are refused by the name of one of them."""
-    for name in FILES:
-        (path / name).unlink(missing_ok=True)
-    (path / "checkpoint-7").mkdir(exist_ok=True)
-    for name, content in files.items():
-        (path / name).write_bytes(content)
-    try:
-        run = read_run(path)
-    except ValueError as error:
-        assert "holds no run" in str(error) or any(str(path / name) in str(error) for name in files)
-        return None
-    (group,) = grouped([run])
-    assert findings(group) or verdict(group)
-    assert len(row(run)) == len(HEADER)
-    return run
-
-
-@given(st.dictionaries(st.sampled_from(FILES), contents, min_size=1))
-@settings(max_examples=400, **SETTINGS)
-def test_any_files_are_reported_or_refused(tmp_path, files):
-    reported(tmp_path, files)
-
-
-@given(states)
-@settings(max_examples=200, **SETTINGS)
-def test_any_state_is_reported_or_refused(tmp_path, state):
-    reported(tmp_path, {"trainer_state.json": json.dumps(state).encode()})
-
-
-@pytest.mark.filterwarnings("ignore")  # of glyphs that a font lacks, and axes without room
-@given(good_log)
-@settings(max_examples=10, **SETTINGS)
-def test_any_log_is_drawn(tmp_path, rows):
-    run = reported(tmp_path, {"trainer_state.json": json.dumps({"log_history": rows}).encode()})
-    chart([run]).draw_without_rendering()
-    assert page([run]).endswith("</html>\n")

@@ -1,7 +1,6 @@
 """The sampler is never stale: whoever changes the policy's weights, the next generation samples from the new ones."""
 
 import copy
-from functools import partial
 
 import pytest
 import torch
@@ -20,40 +19,15 @@ from changes import (
     worse_each_step,
 )
 from peft import IA3Config, LoHaConfig, LoraConfig, get_peft_model
+from stale import COPY, IDS, OWN, adapted, both_engines, policy_of, sampled_from, trainer_of
 from tiny import tiny_model
-from training import assert_same_run, config, dataset, make, trainer_for
-from transformers import TrainerCallback, set_seed
+from training import config, dataset, make
+from transformers import TrainerCallback
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.rollout import TransformersEngine
 from trl_quant.rollout.fingerprint import fingerprint
 from trl_quant.rollout.stream import PolicyWeights
-
-
-IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12]])
-
-
-def adapted(seed: int = 3, **settings):
-    """A policy with two adapters that do something."""
-    torch.manual_seed(seed)
-    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False, **settings)
-    model = get_peft_model(tiny_model(seed=seed), lora)
-    model.add_adapter("other", lora)
-    return model
-
-
-trainer_of = partial(trainer_for, rollout_precision="int8", max_steps=1)
-
-
-def sampled_from(trainer) -> torch.Tensor:
-    """The log-probabilities of the engine that a generation would sample from."""
-    with torch.no_grad(), trainer.generation():
-        return trainer.vllm_generation.engine.copy(IDS).logits.log_softmax(-1)
-
-
-def policy_of(trainer) -> torch.Tensor:
-    with torch.no_grad():
-        return trainer.model.eval()(IDS).logits.log_softmax(-1)
 
 
 def apart(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -313,10 +287,6 @@ def test_an_adapted_model_is_refused_before_its_base_is_frozen(tmp_path, message
 
 # What users do to a model beside training it
 
-COPY = {"rollout_precision": "int8"}
-OWN = {"rollout_precision": None, "train_precision": "int8"}
-both_engines = pytest.mark.parametrize("settings", [COPY, OWN], ids=["copy", "own"])
-
 
 @both_engines
 @pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
@@ -477,72 +447,6 @@ def test_a_callback_that_writes_and_evaluates(tmp_path):
     trainer.train()
     assert len(writer.seen) == 4 and all(torch.equal(*pair) for pair in writer.seen)
     assert len({logits.sum().item() for logits, _ in writer.seen}) == 4
-
-
-# One trainer after another on one model
-
-
-def policies(peft: bool):
-    return adapted() if peft else tiny_model(seed=3)
-
-
-@pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("second", [None, "fp8"])
-def test_a_second_trainer_in_another_precision(tmp_path, peft, second):
-    """It computes as on a fresh model, and trains so; the first one says that the model is not its own any more."""
-    model, settings = policies(peft), {"train_precision": second, "rollout_precision": second}
-    first = trainer_of(tmp_path / "first", model, train_precision="int8", rollout_precision=None)
-    unified = policy_of(first)
-    trainer = trainer_of(tmp_path / "second", model, **settings)
-    fresh = trainer_of(tmp_path / "fresh", policies(peft), **settings)
-    assert torch.equal(policy_of(trainer), policy_of(fresh)) and not torch.equal(policy_of(trainer), unified)
-    if second is None:
-        assert [type(module) for module in model.modules()] == [type(module) for module in policies(peft).modules()]
-    else:
-        assert torch.equal(sampled_from(trainer), policy_of(trainer))
-    with pytest.raises(ValueError, match="`train_precision`='int8', but a trainer that was built later"):
-        first.train()
-    for each in (trainer, fresh):
-        set_seed(7)
-        each.train()
-    assert_same_run(trainer, fresh)
-
-
-def test_a_first_trainer_whose_model_was_unified_since(tmp_path):
-    model = tiny_model(seed=3)
-    first = trainer_of(tmp_path / "first", model)
-    trainer_of(tmp_path / "second", model, train_precision="int8", rollout_precision=None)
-    with pytest.raises(ValueError, match="`train_precision`=None, but a trainer that was built later"):
-        first.evaluate(first.train_dataset)
-
-
-@pytest.mark.parametrize("data", [False, True], ids=["counted", "data"])
-@both_engines
-def test_two_trainers_in_turn(tmp_path, settings, data):
-    """Each samples what the other one trained, and what was edited between them."""
-    model = tiny_model(seed=3)
-    trainers = [trainer_of(tmp_path / name, model, **settings) for name in ("a", "b")]
-    seen = []
-    for turn in range(4):
-        trainer = trainers[turn % 2]
-        move(model, 0.05, seed=turn, data=data)
-        sampled = [sampled_from(each) for each in trainers]
-        assert torch.equal(*sampled) and all(not torch.equal(sampled[0], before) for before in seen)
-        if settings == OWN:
-            assert torch.equal(sampled[0], policy_of(trainer))
-        seen.append(sampled[0])
-        trainer.train()
-
-
-@pytest.mark.parametrize("settings", [{}, {"rollout_precision": "int8"}, {"train_precision": "int8"}])
-def test_a_second_trainer_on_a_frozen_base(tmp_path, settings):
-    """The 16-bit weights are gone."""
-    model = adapted()
-    trainer_of(tmp_path, model, rollout_precision=None, train_precision="nvfp4")
-    with pytest.raises(ValueError, match="but the policy's base is held in 'nvfp4', and its 16-bit weights are gone"):
-        trainer_of(tmp_path, model, **{"rollout_precision": None} | settings)
-    again = trainer_of(tmp_path, model, rollout_precision=None, train_precision="nvfp4")
-    assert torch.equal(sampled_from(again), policy_of(again))
 
 
 @pytest.mark.parametrize("seed", range(5))
