@@ -1,4 +1,4 @@
-"""Settings of every test: no hub, no progress bars, deterministic, one set of helpers importable by name."""
+"""Settings of every test: no hub, no progress bars, deterministic. The modules of `helpers` are imported by name."""
 
 import gc
 import os
@@ -33,8 +33,7 @@ def code_directory() -> str:
 
 
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", code_directory())
-TESTS = Path(__file__).parent
-sys.path.insert(0, str(TESTS))
+HELPERS = Path(__file__).parent / "helpers"
 
 
 # Modules that train, start an engine or a process, or run a kernel in Triton's interpreter
@@ -43,9 +42,9 @@ COSTLY = {"training", "vllm_engines", "warm", "subprocess", "multiprocessing", "
 
 @cache
 def is_costly(file: Path) -> bool:
-    """Whether a file of the tests imports one of `COSTLY`, also in a function or through another of their files."""
+    """Whether a file of the tests imports one of `COSTLY`, also in a function or through a helper."""
     names = set(re.findall(r"^\s*(?:from|import) (?:torch\.)?(\w+)", file.read_text(), re.MULTILINE))
-    helpers = [path for name in names - {file.stem} if (path := TESTS / f"{name}.py").is_file()]
+    helpers = [path for name in names - {file.stem} if (path := HELPERS / f"{name}.py").is_file()]
     return not names.isdisjoint(COSTLY) or any(map(is_costly, helpers))
 
 

@@ -16,8 +16,8 @@ from peft import LoraConfig, get_peft_model
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 from drawing import generated
-from test_exact import EXACT_FAMILIES, batch
-from test_one_copy_gpu import LORA
+from exact_layers import EXACT_FAMILIES, batch
+from on_gpu import LORA
 from torch.nn.utils.rnn import pad_sequence
 from training import config, make, metrics
 from trl.trainer.utils import add_fused_lm_head

@@ -1,6 +1,6 @@
 """A base frozen in four bits on a GPU: what its kernels compute, against the numbers of the format and PEFT's layer.
 
-The kernels themselves: `python3 -m pytest -m gpu tests/test_dequantize_kernel.py`.
+The kernels themselves: `python3 -m pytest -m gpu tests/kernels/test_dequantize_kernel.py`.
 
 python3 -m pytest -m gpu -s tests/gpu/test_frozen_gpu.py
 """

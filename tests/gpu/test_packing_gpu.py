@@ -5,7 +5,7 @@ python3 -m pytest -m gpu tests/gpu/test_packing_gpu.py
 
 import pytest
 import torch
-from test_packing import CAN_PACK, assert_as_near, batch, model_of
+from packed_rows import CAN_PACK, assert_as_near, batch, model_of
 
 
 pytestmark = pytest.mark.gpu

@@ -3,7 +3,8 @@ All weights trained for four bits on a GPU: vLLM's own Marlin kernels sample wit
 
     python3 -m pytest -m gpu -s tests/gpu/test_qat_gpu.py
 
-`-s` shows the KL of each pair. Here the Triton quantizers make the codes, which tests/test_qat_linear.py does not run.
+`-s` shows the KL of each pair. Here the Triton quantizers make the codes, which
+`tests/layers/test_qat_linear.py` does not run.
 """
 
 import copy
@@ -13,7 +14,7 @@ import torch
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
-from test_one_copy_gpu import mismatch
+from on_gpu import mismatch
 from vllm_engines import GPU_MODEL, assert_live_equals_fresh, engine, policy
 
 from trl_quant.formats import global_scale, quantize

@@ -5,18 +5,13 @@ python3 -m pytest -m gpu -s tests/gpu/test_traced_gpu.py
 """
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from tiny import tiny_model
 from torch import nn
 from torch._dynamo.utils import counters
-
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from tiny import tiny_model
 
 from trl_quant.layers import UnifiedLinear
 from trl_quant.layers.packed import Packed

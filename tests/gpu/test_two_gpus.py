@@ -22,7 +22,7 @@ import pytest
 import torch
 
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 pytest.importorskip("vllm", reason="vLLM is not installed")

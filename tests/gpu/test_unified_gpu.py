@@ -1,7 +1,7 @@
 """
 The products of the training flow on a GPU, against the twins in torch and against vLLM's own operators.
 
-The kernels themselves: `python3 -m pytest -m gpu tests/test_unified_kernel.py`.
+The kernels themselves: `python3 -m pytest -m gpu tests/kernels/test_unified_kernel.py`.
 
 python3 -m pytest -m gpu -s tests/gpu/test_unified_gpu.py
 """

@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
-from test_one_copy_gpu import LORA, logps, sampled
+from on_gpu import LORA, logps, sampled
 from tiny import save_tiny
 from training import config, make
 from transformers.models.qwen2 import modeling_qwen2

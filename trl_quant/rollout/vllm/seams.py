@@ -15,17 +15,17 @@ LASTING_IN_VLLM = {
     ("rollout/vllm/adapter.py", "apply"): (
         "the quantization methods of those layers",
         "the engine",
-        "tests/test_vllm_adapter.py::test_it_equals_vllms_adapter_from_files",
+        "tests/rollout/vllm/test_vllm_adapter.py::test_it_equals_vllms_adapter_from_files",
     ),
     ("rollout/vllm/client.py", "send"): (
         "the session of TRL's client",
         "the client",
-        "tests/test_server_faults.py::test_a_server_that_does_not_answer_in_time",
+        "tests/rollout/vllm/test_server_faults.py::test_a_server_that_does_not_answer_in_time",
     ),
     ("rollout/vllm/exact.py", "forward"): (
         "vLLM's norms",
         "the engine",
-        "tests/test_exact.py::test_vllm_gets_the_norm",
+        "tests/layers/test_exact.py::test_vllm_gets_the_norm",
     ),
     ("rollout/vllm/exact.py", "max_num_splits"): (
         "vLLM's builders of attention metadata",
@@ -40,36 +40,36 @@ LASTING_IN_VLLM = {
     ("rollout/vllm/lifetime.py", "model_executor"): (
         "vLLM's client of an engine that has ended",
         "the process",
-        "tests/test_vllm_notebook.py::test_trainers_one_after_another",
+        "tests/rollout/vllm/test_vllm_notebook.py::test_trainers_one_after_another",
     ),
     ("rollout/vllm/one_copy.py", "process_weights_after_loading"): (
         "the quantization methods of layers that share the policy's base",
         "the engine",
-        "tests/test_one_copy.py::test_one_memory",
+        "tests/rollout/vllm/test_one_copy.py::test_one_memory",
     ),
     ("rollout/vllm/transfer.py", "register_engine"): (
         "vLLM's table of weight transfers",
         "the server's worker",
-        "tests/test_vllm_server.py::test_server_samples_from_the_policy",
+        "tests/rollout/vllm/test_vllm_server.py::test_server_samples_from_the_policy",
     ),
     ("rollout/vllm/loading.py", "register_model_loader"): (
         "vLLM's table of model loaders",
         "the process",
-        "tests/test_vllm_engine.py::test_every_sync_equals_a_fresh_engine",
+        "tests/rollout/vllm/test_vllm_engine.py::test_every_sync_equals_a_fresh_engine",
     ),
     ("rollout/vllm/repairs.py", "process_weights_for_onednn"): (
         "vLLM's INT8 kernels on CPUs",
         "the engine",
-        "tests/test_vllm_engine.py::test_onednn_keeps_the_scales_it_points_to",
+        "tests/rollout/vllm/test_vllm_engine.py::test_onednn_keeps_the_scales_it_points_to",
     ),
     ("rollout/vllm/repairs.py", "kept_scale"): (
         "vLLM's INT8 kernels on CPUs",
         "the engine",
-        "tests/test_vllm_engine.py::test_onednn_keeps_the_scales_it_points_to",
+        "tests/rollout/vllm/test_vllm_engine.py::test_onednn_keeps_the_scales_it_points_to",
     ),
     ("rollout/vllm/repairs.py", "set_weight_attrs"): (
         "the biases of vLLM's layers",
         "the engine",
-        "tests/test_one_copy.py::test_a_merged_adapter_in_layers_with_biases",
+        "tests/rollout/vllm/test_one_copy.py::test_a_merged_adapter_in_layers_with_biases",
     ),
 }

@@ -1,0 +1,486 @@
+"""
+Each rule of what may not go together, broken once by a real config, and the page that is made from the rules.
+
+A config is built with the rule under test alone, so that a case cannot pass because of another rule.
+"""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import combinations, product
+from types import SimpleNamespace
+
+import pytest
+from peft import LoraConfig, PromptTuningConfig
+from places import ROOT
+from tiny import save_tiny, tiny_model, tiny_tokenizer
+from transformers import AutoConfig, T5Config
+
+from trl_quant import DiffusionGRPOConfig, QuantDistillationConfig, QuantGRPOConfig, QuantPPOConfig, QuantRLOOConfig
+from trl_quant.config.checks import RULES, check_what
+from trl_quant.config.checks.rule import NEEDS, Rule
+from trl_quant.config.given import Given
+from trl_quant.config.pairs import IDEAS, PAIR_RULES, against, broken, markdown, runs_with
+from trl_quant.storage.layout import quantization_config
+
+
+INT8 = {"rollout_precision": "int8"}
+VLLM = {**INT8, "use_vllm": True, "vllm_mode": "colocate"}
+SERVER = VLLM | {"vllm_mode": "server"}
+TRLS_VLLM = {"use_vllm": True, "vllm_mode": "colocate"}
+EXACT = {"train_precision": "int8", "exact_rollouts": True}
+LORA = {"peft_config": LoraConfig(target_modules=["q_proj"])}
+ZERO3 = {"deepspeed_plugin": SimpleNamespace(zero_stage=3)}
+GRPO, RLOO, PPO, DISTILLATION, DIFFUSION = (
+    QuantGRPOConfig,
+    QuantRLOOConfig,
+    QuantPPOConfig,
+    QuantDistillationConfig,
+    DiffusionGRPOConfig,
+)
+
+
+MASK = {DIFFUSION: {"mask_token_id": 3}}
+
+
+class PlainGRPOConfig(QuantGRPOConfig):
+    """Of a trainer whose loss takes no weights, and which has no dynamic sampling."""
+
+    has_correction = has_dynamic_sampling = False
+
+
+@dataclass
+class Case:
+    """What breaks a rule, and a part of the message."""
+
+    says: str
+    config_class: type = QuantGRPOConfig
+    fields: dict = field(default_factory=dict)
+    model: object = None  # a function of a directory makes the policy, or its name
+    others: dict | Callable = field(default_factory=dict)  # the trainer's other arguments, or a function of a directory
+    assigned: dict = field(default_factory=dict)  # set after the config was built
+
+
+def tiny(family="qwen3", **changes):
+    """A policy in memory, whose config then has other values."""
+
+    def make(directory):
+        model = tiny_model(family)
+        vars(model.config).update(changes)
+        return model
+
+    return make
+
+
+def saved(directory):
+    return save_tiny(directory / "model")
+
+
+def changed(directory):
+    """A policy that differs from the checkpoint it was loaded from."""
+    model = tiny_model()
+    model.config.name_or_path, model.config.rms_norm_eps = saved(directory), 0.25
+    return model
+
+
+def lost(directory):
+    """A policy whose checkpoint is gone."""
+    model = tiny_model()
+    model.config.name_or_path = str(directory / "gone")
+    return model
+
+
+def from_disk(directory):
+    model = tiny_model()
+    model.config.name_or_path = saved(directory)
+    return model
+
+
+def bare(config, **changes):
+    vars(config).update(changes)
+    return lambda directory: SimpleNamespace(config=config, peft_config={})
+
+
+def teacher(family="qwen3", **changes):
+    return lambda directory: {"teacher_model": tiny(family, **changes)(directory)}
+
+
+def quantized(directory, kind="int8"):
+    """A policy whose checkpoint says that it is quantized."""
+    model = tiny_model()
+    model.config.quantization_config = quantization_config(kind, [])
+    model.config.name_or_path = str(directory / kind)
+    model.config.architectures = ["Qwen3ForCausalLM"]
+    model.config.save_pretrained(directory / kind)
+    return model
+
+
+def of_class(directory, name):
+    model = from_disk(directory)
+    config = AutoConfig.from_pretrained(model.config.name_or_path)
+    config.architectures = [name]
+    config.save_pretrained(model.config.name_or_path)
+    return model
+
+
+def names_another(directory):
+    save_tiny(directory / "model")
+    return tiny(rms_norm_eps=0.25)(directory)
+
+
+CASES = {
+    "diffusion": [
+        Case("a canvas needs a length", DIFFUSION, {"max_completion_length": None}),
+        Case("does not divide `max_completion_length`=33", DIFFUSION, {"max_completion_length": 33}),
+        Case("`tokens_per_step`=5 does not divide `block_length`=32", DIFFUSION, {"tokens_per_step": 5}),
+        Case("a block has one step", DIFFUSION, {"cache_finished_blocks": True, "tokens_per_step": 32}),
+        Case("more than `num_iterations`=1", DIFFUSION, {"prompt_mask_draws": 2}),
+        Case(
+            "all masks are the same",
+            DIFFUSION,
+            {"prompt_mask_draws": 2, "num_iterations": 2, "prompt_mask_probability": 0.0},
+        ),
+        Case("has 2 masks", DIFFUSION, {"is_correction": "trl", "num_iterations": 2}),
+        Case("`top_p`=0.5: a masked diffusion model is denoised", DIFFUSION, {"top_p": 0.5}),
+        Case("`tools` with a masked diffusion model", DIFFUSION, model=tiny(), others={"tools": [print]}),
+        Case("attends only to earlier tokens", DIFFUSION, model=tiny("llama")),
+        Case("`mask_token_id`=999 is not a token", DIFFUSION, {"mask_token_id": 999}, model=tiny()),
+    ],
+    "machine": [
+        Case("nowhere is not supported", assigned={"report_to": ["nowhere"]}),
+        Case("'wandb' cannot be imported", assigned={"report_to": ["wandb"]}),
+        Case("needs Liger's kernels", fields={"use_liger_kernel": True}),
+        Case("vLLM is not installed", fields=VLLM),
+        Case("does not run in vLLM on this device", fields=VLLM),
+    ],
+    "critic": [
+        Case("`scale_rewards`='group' compares", PPO, {"scale_rewards": "group"}),
+        Case("`loss_type`='luspo' does not clip", PPO, {"loss_type": "luspo"}),
+        Case("has one ratio for a completion", PPO, {"importance_sampling_level": "sequence"}),
+        Case(
+            "`multi_objective_aggregation`='normalize_then_sum' compares",
+            PPO,
+            {"multi_objective_aggregation": "normalize_then_sum"},
+        ),
+        Case("cannot be trained with `fp16`", PPO, assigned={"fp16": True}),
+        Case("`vf_coef`=0.2 acts only with `vf_share_layers=True`", PPO, {"vf_coef": 0.2}),
+        Case("is a critic of its own", PPO, {"vf_share_layers": True, "value_model_name_or_path": "critic"}),
+        Case("does not expose them", PPO, {"vf_share_layers": True, "torch_compile": True}),
+        Case("The policy was built in memory, and the critic", PPO, model=tiny()),
+        Case("is quantized, and the critic trains", PPO, model=quantized),
+    ],
+    "teacher": [
+        Case(
+            "and 'quantization_config' in `teacher_model_init_kwargs` both",
+            DISTILLATION,
+            {"teacher_precision": "nf4", "teacher_model_init_kwargs": {"quantization_config": None}},
+        ),
+        Case("`teacher_model`=None: name the model", DISTILLATION),
+        Case("is loaded already. Pass its name", DISTILLATION, {"teacher_precision": "nf4"}, others=teacher()),
+        Case(
+            "`teacher_model_revision`='v2' acts only", DISTILLATION, {"teacher_model_revision": "v2"}, others=teacher()
+        ),
+        Case(
+            "`teacher_model_init_kwargs`={'a': 1} acts only",
+            DISTILLATION,
+            {"teacher_model_init_kwargs": {"a": 1}},
+            others=teacher(),
+        ),
+        Case("but `teacher_model` is 'in memory'", DISTILLATION, {"teacher_model_name_or_path": "x"}, others=teacher()),
+        Case(
+            "has 320 tokens and the teacher's 300",
+            DISTILLATION,
+            model=tiny(),
+            others=lambda directory: teacher(vocab_size=300)(directory) | {"processing_class": tiny_tokenizer()},
+        ),
+        Case("has 320 rows and the teacher's 300", DISTILLATION, TRLS_VLLM, tiny(), others=teacher(vocab_size=300)),
+        Case(
+            "a mixture of 4 experts, which stay",
+            DISTILLATION,
+            {"teacher_precision": "nf4"},
+            others=lambda directory: {"teacher_model": save_tiny(directory / "teacher", "qwen3_moe")},
+        ),
+    ],
+    "sampler": [
+        Case("with FSDP1, which joins", fields=INT8, assigned={"fsdp_plugin_args": {"fsdp_version": 1}}),
+        Case("returns no log-probabilities", fields={**INT8, "use_transformers_continuous_batching": True}),
+        Case("'nf4' is not available with `use_vllm=True`", fields={**VLLM, "rollout_precision": "nf4"}),
+        Case(
+            "`use_transformers_continuous_batching=True`", fields={"transformers_continuous_batching_config": {"a": 1}}
+        ),
+        Case("a trainer that has dynamic sampling", PlainGRPOConfig, {"dynamic_sampling_rounds": 1}),
+        Case("is below `noise_sigma_end`", fields={"noise_sigma_start": 1e-4}),
+        Case("needs a copy of the policy", fields={"noise_schedule": "linear"}),
+        Case("`noise_stages`=5 acts only with a `noise_schedule`", fields={"noise_stages": 5}),
+        Case("cannot sample with", fields={**INT8, "generation_kwargs": {"num_beams": 2}}),
+        Case("`cache_implementation`='paged' is unknown", fields={**INT8, "cache_implementation": "paged"}),
+        Case("`generate`, which samples without vLLM", fields={"generation_kwargs": {"stop": "."}}),
+        Case("must be an integer", fields={"generation_kwargs": {"min_length": "2"}}),
+        Case("`top_p`=0.9: the sampler draws", fields={**INT8, "top_p": 0.9}),
+        Case("Qwen3Model, which generates no text", fields=INT8, model=lambda directory: tiny()(directory).model),
+        Case("attends in both directions", fields=INT8, model=tiny(is_causal=False)),
+        Case("a mixture of 4 experts, which no engine", fields=INT8, model=tiny("qwen3_moe")),
+        Case("t5 is an encoder with a decoder", fields=INT8, model=bare(T5Config())),
+    ],
+    "vllm": [
+        Case("`lora_sync`='adapter' acts only with a `rollout_precision`", fields={"lora_sync": "adapter"}),
+        Case("VLLM_USE_DEEP_GEMM_E8M0=0", fields=SERVER | {"rollout_precision": None, "train_precision": "fp8_block"}),
+        Case("acts only with vLLM, and `use_vllm=False`", fields={**INT8, "vllm_max_model_length": 600}),
+        Case("acts only with transformers' `generate`", fields={**VLLM, "cache_implementation": "static"}),
+        Case("`vllm_model_impl`='vlm' is unknown", fields={**VLLM, "vllm_model_impl": "vlm"}),
+        Case("leaves no room for a prompt", fields={**VLLM, "vllm_max_model_length": 512}),
+        Case("'seed' (set by the trainer's `seed`)", fields={**VLLM, "vllm_engine_kwargs": {"seed": 1}}),
+        Case("the scales of its KV cache", fields={**VLLM, "vllm_engine_kwargs": {"calculate_kv_scales": True}}),
+        Case("returns NaN", fields={**VLLM, "vllm_engine_kwargs": {"speculative_config": {"a": 1}}}),
+        Case("'kv_cache_dtype'='int3'", fields={**VLLM, "vllm_engine_kwargs": {"kv_cache_dtype": "int3"}}),
+        Case("has ['x'], which vLLM does not take", fields={**VLLM, "vllm_engine_kwargs": {"x": 1}}),
+        Case("a server takes its arguments", fields={**SERVER, "vllm_engine_kwargs": {"enforce_eager": True}}),
+        Case("must not hold 'n'", fields={**VLLM, "generation_kwargs": {"n": 2}}),
+        Case("must not hold 'logprobs'", fields={**VLLM, "generation_kwargs": {"logprobs": 2}}),
+        Case("a group would be one completion", fields={**VLLM, "generation_kwargs": {"seed": 2}}),
+        Case("vLLM in `vllm_mode`='colocate' does not take", fields={**VLLM, "generation_kwargs": {"x": 2}}),
+        Case("are refused by vLLM", fields={**VLLM, "generation_kwargs": {"min_tokens": -1}}),
+        Case(
+            "Set `vllm_max_model_length` to 32 or less",
+            fields={**VLLM, "vllm_max_model_length": 600},
+            model=tiny("llama", max_position_embeddings=32, rope_parameters={"rope_type": "dynamic", "factor": 2.0}),
+        ),
+        Case("heads have 48 dimensions", fields=VLLM, model=tiny(head_dim=48)),
+        Case("The policy was built in memory, and vLLM", fields=VLLM, model=tiny()),
+        Case("where vLLM finds no config", fields=VLLM, model=lost),
+        Case("which cannot be read", fields={**VLLM, "vllm_engine_kwargs": {"model": "/gone"}}, model=tiny()),
+        Case("on which vLLM starts, in rms_norm_eps", fields=VLLM, model=changed),
+        Case("another model than the policy", fields=VLLM, model=names_another),
+        Case("does not know the architecture ['Odd']", fields=VLLM, model=lambda directory: of_class(directory, "Odd")),
+        Case("a checkpoint quantized to 'fp8'", fields=VLLM, model=lambda directory: quantized(directory, "fp8")),
+    ],
+    "adapter": [
+        Case(
+            "Use one precision for both",
+            fields={**VLLM, "train_precision": "nvfp4", "lora_sync": "adapter"},
+        ),
+        Case(
+            "no sync brings them back",
+            fields={**VLLM, "lora_sync": "adapter", "vllm_enable_sleep_mode": True, "vllm_sleep_level": 2},
+        ),
+        Case("adapter to `lm_head`", others={"peft_config": LoraConfig(target_modules=["lm_head"])}),
+        Case(
+            "an adapter of the kind PromptTuningConfig",
+            fields=INT8,
+            others={"peft_config": PromptTuningConfig(num_virtual_tokens=2)},
+        ),
+        Case("adds layers", fields=INT8, others={"peft_config": LoraConfig(layer_replication=[(0, 2)])}),
+        Case(
+            "more than a product of B and A",
+            fields={"train_precision": "int8", "lora_sync": "merge"},
+            others={"peft_config": LoraConfig(use_dora=True)},
+        ),
+        Case(
+            "which trains a copy of `model.layers.0.mlp`",
+            fields={"train_precision": "nvfp4"},
+            model=tiny(),
+            others={"peft_config": LoraConfig(modules_to_save=["mlp"])},
+        ),
+        Case(
+            "`peft_config`: Target modules",
+            fields=INT8,
+            model=saved,
+            others={"peft_config": LoraConfig(target_modules=["nowhere"])},
+        ),
+        Case(
+            "cannot sample from the policy",
+            fields=INT8,
+            model=saved,
+            others={"peft_config": LoraConfig(target_modules=["q_proj"], lora_bias=True)},
+        ),
+    ],
+    "exact": [
+        Case("compares whole distributions", DISTILLATION, {**TRLS_VLLM, **EXACT}),
+        Case("needs `use_vllm=True`", fields=EXACT),
+        Case("has 'enforce_eager'=True", fields={**TRLS_VLLM, **EXACT, "vllm_engine_kwargs": {"enforce_eager": True}}),
+        Case("needs FlashAttention 3", fields={**TRLS_VLLM, **EXACT}, model=tiny()),
+    ],
+    "correction": [
+        Case("takes the weights of a correction", PlainGRPOConfig, {**INT8, "is_correction": "tis"}),
+        Case("and TRL's RLOOTrainer has none", RLOO, {**INT8, "is_correction": "trl"}),
+        Case("`ais_delta`=1.0 acts only with `is_correction` 'ais'", fields={**INT8, "ais_delta": 1.0}),
+        Case("`delta`=2.0 cuts the ratio", fields={**INT8, "is_correction": "acr", "delta": 2.0}),
+        Case("or a loss that clips", fields={**INT8, "is_correction": "acr", "loss_type": "cispo"}),
+        Case("RLOO clips the ratio of a whole completion", RLOO, {**INT8, "is_correction": "acr"}),
+        Case("only their weight corrects it", DISTILLATION, {**INT8, "is_correction": "ais"}),
+        Case(
+            "weights differ between the levels",
+            RLOO,
+            {**INT8, "is_correction": "none", "importance_sampling_level": "sequence"},
+        ),
+        Case(
+            "judges the ratio of each token",
+            fields={**INT8, "is_correction": "trm", "importance_sampling_level": "sequence"},
+        ),
+        Case("raise it to the power T", fields={**INT8, "loss_type": "vespo", "importance_sampling_level": "sequence"}),
+        Case(
+            "the comparison is only logged",
+            fields={**INT8, "is_correction": "none", "vllm_importance_sampling_correction": False},
+        ),
+        Case("use `is_correction='none'` to", fields={**INT8, "vllm_importance_sampling_correction": False}),
+        Case("they are ignored", fields={**INT8, "vllm_importance_sampling_mode": "token_mask"}),
+        Case("must weigh tokens", fields={**INT8, "is_correction": "trl", "loss_type": "vespo"}),
+        Case(
+            "neither corrected nor measured",
+            fields={**INT8, "is_correction": "trl", "vllm_importance_sampling_correction": False},
+        ),
+        Case("'tis', bit for bit", fields={**INT8, "is_correction": "acr"}),
+        Case("the first is lower", RLOO, {"reward_clip_range": (1.0, 0.0)}),
+        Case("with a `rollout_func` needs", fields={"is_correction": "tis"}, others={"rollout_func": print}),
+        Case("does nothing in this run", fields={"is_correction": "tis"}),
+    ],
+    "training": [
+        Case("no reference model to sync", fields={"sync_ref_model": True}),
+        Case("`ref_model_mixup_alpha`=0.1 acts only", fields={"ref_model_mixup_alpha": 0.1}),
+        Case("`ref_model_sync_steps`=2 acts only", fields={"ref_model_sync_steps": 2}),
+        Case("would mix scaled weights", fields={"uaq_scale": 2.0, "sync_ref_model": True, "beta": 0.1}),
+        Case("divides the loss by that length", fields={"loss_type": "dr_grpo", "max_completion_length": None}),
+        Case("which a `quantization_config`", fields={"train_precision": "int8"}, others={"quantization_config": 1}),
+        Case("there is no adapter to train", fields={"train_precision": "nvfp4"}, model=saved),
+        Case("has none. Scale and save", fields={"train_precision": "nvfp4", "uaq_scale": 2.0}, others=LORA),
+        Case("and the policy has an adapter", fields={"train_precision": "int4"}, others=LORA),
+        Case("quantize the 16- or 32-bit weights", fields={"train_precision": "int4", "rollout_precision": "int8"}),
+        Case(
+            "each sync sends all of them",
+            fields={**TRLS_VLLM, "train_precision": "nvfp4", "lora_sync": "adapter"},
+            assigned={"is_adapted": False},
+        ),
+        Case("with ZeRO-3, which shards weights that must be held", fields={"train_precision": "nf4"}, assigned=ZERO3),
+        Case("that must be quantized whole", fields={"train_precision": "int8"}, assigned=ZERO3),
+        Case("is quantized already", fields=INT8, model=quantized),
+        Case(
+            "trains for a checkpoint in 4 bits",
+            fields={"train_precision": "int4"},
+            model=lambda directory: tiny_model(intermediate_size=200),
+        ),
+        Case("not known which of its norms", fields={"uaq_scale": 2.0}, model=bare(T5Config())),
+        Case("already scaled by 3", fields={"uaq_scale": 2.0}, model=tiny(uaq_scale=3)),
+        Case("which a saved adapter does not contain", fields={"uaq_scale": 2.0}, model=tiny(), others=LORA),
+        Case("cannot act: the policy's `model_type`='t5'", fields={"pack_sequences": True}, model=bare(T5Config())),
+        Case("needs a reference model", fields={"beta": 0.1}, model=tiny()),
+    ],
+}
+
+
+def build(config_class, **given):
+    extra = {"num_generations": 1} if config_class is QuantPPOConfig else {}
+    return config_class(output_dir="unused", use_cpu=True, bf16=False, report_to=[], **extra | given)
+
+
+ALL = [(idea, number) for idea, rules in RULES.items() for number in range(len(rules))]
+
+
+def test_each_rule_has_a_case():
+    assert {idea: len(cases) for idea, cases in CASES.items()} == {idea: len(rules) for idea, rules in RULES.items()}
+
+
+@pytest.mark.parametrize(("idea", "number"), ALL)
+def test_a_real_config_breaks_it(idea, number, tmp_path, monkeypatch, caplog):
+    rule, case = RULES[idea][number], CASES[idea][number]
+    for other in RULES:
+        monkeypatch.setitem(RULES, other, (rule,) if other == idea and rule.needs == "fields" else ())
+    if case.says.startswith("vLLM is not installed"):
+        monkeypatch.setattr("trl_quant.rollout.vllm.support.is_vllm_available", lambda: False)
+    if case.says.startswith("needs Liger"):
+        monkeypatch.setattr("trl_quant.config.checks.machine.is_liger_kernel_available", lambda: False)
+    if case.says.startswith("does not run in vLLM"):
+        monkeypatch.setattr("trl_quant.rollout.vllm.support.supported_precisions", lambda: {"int8": "no kernel"})
+    if case.says.startswith("another model"):
+        case = replace(case, fields={**case.fields, "vllm_engine_kwargs": {"model": str(tmp_path / "model")}})
+    if rule.needs == "fields" and rule.error is not None and not case.assigned:
+        with pytest.raises(rule.error) as refused:
+            build(case.config_class, **case.fields)
+        message = str(refused.value)
+    else:
+        args = build(case.config_class, **case.fields)
+        if rule.needs == "fields" and rule.error is None:
+            assert case.says in caplog.text
+        others = case.others(tmp_path) if callable(case.others) else case.others
+        for name, value in case.assigned.items():
+            setattr(args, name, value)
+        message = rule.broken(Given(args, case.model(tmp_path) if case.model else None, others))
+    assert message is not None and case.says in message, message
+
+
+@pytest.mark.parametrize("config_class", [GRPO, RLOO, PPO, DISTILLATION, DIFFUSION])
+def test_a_plain_run_breaks_none(config_class, tmp_path):
+    policy = tiny(is_causal=False)(tmp_path) if config_class is DIFFUSION else from_disk(tmp_path)
+    given = {"teacher_model": from_disk(tmp_path), "processing_class": tiny_tokenizer()}
+    args = build(config_class, **({} if config_class is DIFFUSION else INT8), **MASK.get(config_class, {}))
+    run = Given(args, policy, given)
+    found = [rule.broken(run) for rules in RULES.values() for rule in rules if rule.error is not None]
+    assert [message for message in found if message] == []
+
+
+def test_a_rule_holds_only_for_configs_with_its_fields():
+    rule = Rule(("gamma",), when=lambda run: run.args.gamma == 0.5, message="`gamma`={args.gamma}: {found}")
+    broken_by = build(PPO, gamma=0.5)
+    assert rule.broken(Given(broken_by)) == "`gamma`=0.5: True"
+    assert rule.broken(Given(build(PPO))) is None and rule.broken(Given(build(GRPO))) is None
+    assert {rule.needs for rules in RULES.values() for rule in rules} == set(NEEDS)
+
+
+def test_a_config_is_checked_without_loading_vllm():
+    """It takes seconds, and is needed only to know vLLM's own arguments and sampling parameters."""
+    code = (
+        "import sys\nfrom trl_quant.config import QuantGRPOConfig\n"
+        f"QuantGRPOConfig(output_dir='unused', use_cpu=True, bf16=False, report_to=[], **{VLLM})\n"
+        "assert 'vllm' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# What goes with what
+
+
+def real(values: dict[str, str]) -> str | None:
+    """Builds the config of these values as a user does, and returns what is said against it."""
+    chosen = {name: value for idea in IDEAS for name, value in IDEAS[idea][values[idea]].items()}
+    adapted = chosen.pop("is_adapted")
+    try:
+        args = build(chosen.pop("config_class"), **chosen)
+        args.resolve_for(adapted=adapted)
+        check_what("arguments", Given(args, "policy", LORA if adapted else {}))
+    except ValueError as refused:
+        return str(refused)
+    return None
+
+
+@pytest.mark.parametrize(("first", "second"), [pair for pair in combinations(IDEAS, 2) if "sharding" not in pair])
+def test_a_cell_is_what_a_real_config_says(first, second):
+    """The run that decides it, and the plainest one. Sharding needs processes: the rules read it from the config."""
+    for row, column in product(IDEAS[first], IDEAS[second]):
+        pair = {first: row, second: column}
+        runs = list(runs_with(pair))
+        allowed = [values for values in runs if broken(*values.items()) is None]
+        assert (against(pair) is None) == bool(allowed)
+        for values in (runs[0], *allowed[:1]):
+            found, said = broken(*values.items()), real(values)
+            assert (found is None) == (said is None), (values, found, said)
+
+
+def test_what_the_tables_say():
+    """Facts of the documents, in both directions."""
+    nothing = {"trainer": "GRPO", "sharding": "DDP", "engine": "vLLM"}
+    beside = "LoRA, `lora_sync='adapter'`"
+    assert against({"trainer": "masked diffusion", "engine": "vLLM"}) and not against(nothing)
+    assert against({"engine": "vLLM server", "adapter": beside}) and not against({"engine": "vLLM", "adapter": beside})
+    assert against({"`rollout_precision`": "nf4", "engine": "vLLM"})
+    assert not against({"`rollout_precision`": "nf4", "engine": "embedded"})
+    assert against({"`train_precision`": "nf4", "sharding": "FSDP2"})
+    assert not against({"`train_precision`": "nf4", "sharding": "ZeRO-2"})
+    assert against({"trainer": "PPO", "sharding": "ZeRO-2"}) and not against({"trainer": "RLOO", "sharding": "ZeRO-3"})
+    rule, message = against({"trainer": "RLOO", "sharding": "FSDP1"})
+    assert PAIR_RULES[rule].fields == ("rollout_precision",) and "joins the weights" in message
+
+
+@pytest.mark.slow
+def test_the_page_is_made_from_the_rules():
+    assert (ROOT / "docs/combinations.md").read_text() == markdown()

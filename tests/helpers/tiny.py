@@ -1,0 +1,165 @@
+"""Tiny models and a tokenizer for the tests: built on the spot from a seed, no network, no files.
+
+The models are real transformers architectures with about 0.3 million parameters. Widths are multiples of 128, so that
+every block and group size of `trl_quant.formats` fits without padding; pass others to provoke padding. Weights are
+drawn wide enough that the next-token distribution is clearly not uniform. Norm weights and biases are moved off their
+usual ones and zeros, so that a test notices when one is dropped, doubled or swapped.
+
+    model, tokenizer = tiny_model("llama", tied=False), tiny_tokenizer()
+    save_tiny(tmp_path / "model")           # what `from_pretrained` and vLLM load
+"""
+
+import functools
+from pathlib import Path
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+
+PAD, EOS, START = "<|pad|>", "<|im_end|>", "<|im_start|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+VOCAB_SIZE = 320  # 256 bytes, 3 control tokens, then reserved ones up to a multiple of 64
+
+# family -> (config class, settings that differ from the other families)
+FAMILIES = {
+    "qwen2": (transformers.Qwen2Config, {}),
+    "qwen3": (transformers.Qwen3Config, {"head_dim": 32}),
+    "llama": (transformers.LlamaConfig, {}),
+    "mistral": (transformers.MistralConfig, {"sliding_window": None}),
+    "gemma2": (transformers.Gemma2Config, {"head_dim": 32, "query_pre_attn_scalar": 32}),
+    "gemma3": (transformers.Gemma3TextConfig, {"head_dim": 32, "query_pre_attn_scalar": 32}),
+    "phi3": (transformers.Phi3Config, {}),
+}
+# The same for mixtures of experts, which are described, and refused where they would be quantized or scaled
+ROUTED = {"num_experts_per_tok": 2}
+MIXTURES = {
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        {"head_dim": 32, "num_experts": 4, "moe_intermediate_size": 128, **ROUTED},
+    ),
+    "mixtral": (transformers.MixtralConfig, {"num_local_experts": 4, **ROUTED}),
+}
+
+
+@functools.cache
+def _backend() -> str:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    control = [PAD, EOS, START]
+    reserved = [f"<|reserved_{i}|>" for i in range(VOCAB_SIZE - len(alphabet) - len(control))]
+    backend.add_special_tokens(control + reserved)
+    return backend.to_str()
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per UTF-8 byte, ChatML template, pad `<|pad|>` (256), eos `<|im_end|>` (257), padded on the left."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(_backend()),
+        pad_token=PAD,
+        eos_token=EOS,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        model_max_length=2048,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def tiny_model(
+    family: str = "qwen3", tied: bool = True, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides
+) -> PreTrainedModel:
+    """A causal LM of `family` (a key of `FAMILIES` or `MIXTURES`), in eval mode; the global random state is unchanged.
+
+    The weights are drawn in float32 and cast, so one seed gives the same model, rounded, in each dtype. `overrides`
+    are settings of the family's config, such as `hidden_size=96` or `num_hidden_layers=1`.
+    """
+    known = FAMILIES | MIXTURES
+    if family not in known:
+        raise ValueError(f"family {family!r} is unknown; allowed are {sorted(known)}")
+    config_class, specific = known[family]
+    settings = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.1,
+        "tie_word_embeddings": tied,
+        "bos_token_id": None,
+        "eos_token_id": 257,
+        "pad_token_id": 256,
+    }
+    config = config_class(**settings | specific | overrides)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 1:  # norms and biases
+                    parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model.to(dtype).eval()
+
+
+def save_tiny_vision(path: str | Path) -> str:
+    """
+    Saves a vision-language model and its processor to `path`; returns `path` as a string. It is BLIP-2 around OPT: its
+    processor does without torchvision, and vLLM calls its tower otherwise than transformers does.
+    """
+    images, tokenizer = transformers.BlipImageProcessorPil(size={"height": 28, "width": 28}), tiny_tokenizer()
+    transformers.Blip2Processor(images, tokenizer, num_query_tokens=4).save_pretrained(path)  # adds "<image>"
+    vocabulary = {"vocab_size": VOCAB_SIZE + 64}
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"initializer_range": 0.1}
+    ids = {"pad_token_id": 256, "eos_token_id": 257, "bos_token_id": None}
+    text = {"model_type": "opt", "ffn_dim": 256, "word_embed_proj_dim": 128, "max_position_embeddings": 512}
+    config = transformers.Blip2Config(
+        text_config=sizes | vocabulary | ids | text,
+        vision_config=sizes | {"image_size": 28, "patch_size": 14},
+        qformer_config=sizes | vocabulary | {"encoder_hidden_size": 128},
+        num_query_tokens=4,
+        image_text_hidden_size=128,
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = transformers.Blip2ForConditionalGeneration(config)
+    model.to(torch.bfloat16).save_pretrained(path)
+    return str(path)
+
+
+def save_tiny(path: str | Path, family: str = "qwen3", **kwargs) -> str:
+    """Saves `tiny_model(family, **kwargs)` and the tokenizer to `path`; returns `path` as a string."""
+    tiny_model(family, **kwargs).save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+def save_words(path: Path) -> Path:
+    """Writes a tokenizer of a few words and every byte."""
+    words = [f"Ġ{first}{second}" for first in "abcdefgh" for second in "aeiou"]
+    names = ["<|eos|>", "<|pad|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), *words]
+    backend = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<|pad|>"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.save(str(path))
+    return path
+
+
+def gpt2() -> GPT2LMHeadModel:
+    """A decoder of convolutions, and a head, which is not quantized."""
+    return GPT2LMHeadModel(
+        GPT2Config(n_layer=1, n_embd=128, n_head=4, vocab_size=320, n_positions=128, eos_token_id=257)
+    )

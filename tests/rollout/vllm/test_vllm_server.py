@@ -1,0 +1,237 @@
+"""Real vLLM servers on this machine's CPU: which of them are refused, and what they sample from after each sync.
+
+Weights travel over NCCL, which needs GPUs (gpu/test_two_gpus.py). Here a file stands in for it (`file_transfer`), and
+everything around it is real: TRL's client, the server's endpoints, and the worker's bracketed reload.
+"""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from distilling import distil
+from tiny import save_tiny
+from training import config, lora, make
+
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+import file_transfer
+import trl.generation.vllm_client as vllm_client
+from servers import CACHE, FILES, PROCESSED, WIDE, behind, files_in_place_of_nccl, serve, trainer_of, wait_for
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.serve.dev.server_info.api_router import PydanticVllmConfig
+from vllm_engines import FP8_CACHE, fresh, one_by_one, served
+
+from trl_quant import (
+    QuantPPOConfig,
+    QuantPPOTrainer,
+    QuantRLOOConfig,
+    QuantRLOOTrainer,
+)
+from trl_quant.rollout.vllm import kernel_checks
+from trl_quant.rollout.vllm import server as vllm_server
+from trl_quant.rollout.vllm.server import serve_command
+from trl_quant.storage.layout import quantize_checkpoint
+
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+assert files_in_place_of_nccl  # a fixture of every test here
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("server") / "model", dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def int8_model(model):
+    return str(quantize_checkpoint(model, f"{model}-int8", "int8"))
+
+
+@pytest.fixture(scope="module")
+def servers(model, int8_model):
+    """Two that were started as they should be, in BF16 and in INT8."""
+    started = {
+        "bf16": serve(model, *PROCESSED, *FILES, file=f"{model}-bf16.pt"),
+        # our loader knows the INT8 layers of CPUs without AMX, and FP32 norms
+        "int8": serve(int8_model, *PROCESSED, *FILES, *WIDE, *CACHE, file=f"{model}-int8.pt"),
+    }
+    try:
+        for process, url in started.values():
+            wait_for(process, url)
+        yield {name: url for name, (_, url) in started.items()}
+    finally:
+        for process, _ in started.values():
+            process.terminate()
+        for process, _ in started.values():
+            process.wait(30)
+
+
+def refusal(*args) -> str:
+    with pytest.raises(ValueError) as error:
+        trainer_of(*args)
+    return str(error.value)
+
+
+def test_server_in_another_precision(tmp_path, model, servers):
+    text = refusal(tmp_path, servers["bf16"], model, "fp8")
+    assert "the precision 'bf16', and `rollout_precision`='fp8'" in text and "logprobs" not in text.split("Start it")[0]
+    assert serve_command(str(model), "fp8") in text and f" {model} --quantization fp8_per_channel" in text
+    text = refusal(tmp_path, servers["bf16"], model, "nvfp4")
+    assert f"trl-quant prepare --model {model} --format nvfp4 --output model-nvfp4" in text
+    assert " model-nvfp4 --dtype" in text
+
+
+def test_server_of_another_model(tmp_path, servers):
+    other = save_tiny(tmp_path / "other", dtype=torch.bfloat16, hidden_size=256)
+    text = refusal(tmp_path, servers["bf16"], other, "bf16")
+    assert "hidden_size (128, not 256)" in text and "precision" not in text.split("Start it")[0]
+    assert f" {other} --dtype" in text
+
+
+class StandIn(BaseHTTPRequestHandler):
+    """Answers as a vLLM server does, before the client asks for samples or sends weights."""
+
+    answers = {"/health": {}, "/v1/models": {"data": [{"id": "m"}]}}
+
+    def do_GET(self):
+        answer = self.answers.get(self.path)
+        self.send_response(404 if answer is None else 200)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer or {}).encode())
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def stand_in():
+    """The address of a server that answers what it is given, and no development endpoint but those."""
+    server = HTTPServer(("127.0.0.1", 0), StandIn)
+    threading.Thread(target=server.serve_forever, args=[0.05], daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_server_that_reports_raw_logprobs_and_takes_no_weights(tmp_path, model, int8_model, stand_in, monkeypatch):
+    """As `vllm serve` does without further flags: the stand-in tells what such a server would, in vLLM's own words."""
+    settings = AsyncEngineArgs(model=int8_model, dtype="bfloat16", enforce_eager=True, max_model_len=512)
+    info = PydanticVllmConfig.dump_python(settings.create_engine_config(), mode="json", fallback=str)
+    assert info["speculative_config"] is None
+    info["speculative_config"] = {"method": "ngram"}
+    info["cache_config"] |= {"cache_dtype": "nvfp4", "calculate_kv_scales": True}
+    answers = StandIn.answers | {"/server_info?config_format=json": {"vllm_config": info}}
+    monkeypatch.setattr(StandIn, "answers", answers)
+    text = refusal(tmp_path, stand_in, model, "int8")
+    wrong, command = text.split("Start it")
+    assert "`--kv-cache-dtype nvfp4`, and the self-check computes auto, bf" in wrong and "-kv-scales`, whose" in wrong
+    assert "`--speculative-config`: speculative decoding returns NaN" in wrong
+    assert "raw_logprobs" in wrong and "no `--weight-transfer-config`" in wrong and "precision" not in wrong
+    assert "--logprobs-mode processed_logprobs" in command and "--weight-transfer-config" in command
+    assert "the precision 'int8', and `rollout_precision`='bf16'" in refusal(tmp_path, stand_in, model, "bf16")
+    info["model_config"] |= {"quantization": None, "dtype": "torch.float16"}
+    assert "the precision 'torch.float16', and `rollout_p" in refusal(tmp_path, stand_in, model, "bf16")
+
+
+def test_server_without_development_endpoints(tmp_path, model, stand_in):
+    text = refusal(tmp_path, stand_in, model, "bf16")
+    assert "development endpoints" in text and "\nVLLM_SERVER_DEV_MODE=1 " in text
+
+
+def test_no_server(tmp_path, model):
+    with pytest.raises(OSError, match="can't be reached"):
+        trainer_of(tmp_path, "http://127.0.0.1:9", model, "bf16", vllm_server_timeout=0.1)
+
+
+def test_options_of_colocated_engines(tmp_path):
+    for options in ({"vllm_engine_kwargs": {"enforce_eager": True}}, {"lora_sync": "adapter"}):
+        with pytest.raises(ValueError, match=r"vllm_mode='colocate'"):
+            trainer_of(tmp_path, "http://127.0.0.1:9", "no/such-model", "bf16", **options)
+
+
+def test_server_with_another_weight_transfer(tmp_path, model, servers, monkeypatch):
+    monkeypatch.setattr(vllm_server, "BACKEND", "trl_quant")
+    text = refusal(tmp_path, servers["bf16"], model, "bf16")
+    wrong, command = text.split("Start it")
+    assert "the weight transfer 'files', and 'trl_quant' is needed" in wrong
+    assert "--worker-extension-cls trl_quant.rollout.vllm_server_worker.WorkerExtension" in command
+    assert """--weight-transfer-config '{"backend": "trl_quant"}'""" in command
+
+
+@pytest.mark.parametrize(("precision", "tuning"), [("bf16", "full"), ("int8", "full"), ("int8", "lora")])
+def test_server_samples_from_the_policy(tmp_path, model, servers, monkeypatch, precision, tuning):
+    """
+    Three steps, with noise on the way; then the server equals an engine that vLLM starts on the weights. The INT8
+    server holds its norms in FP32, as `serve_command` says for a run with noise: all of the noise arrives there. Its KV
+    cache is in FP8 where vLLM has one, which the self-check is told.
+    """
+    monkeypatch.setattr(file_transfer, "FILE", Path(f"{model}-{precision}.pt"))
+    last_sigma = 5e-4 if precision == "int8" else 0.1
+    noise = {
+        "noise_schedule": "exponential",
+        "noise_sigma_start": 0.5,
+        "noise_sigma_end": last_sigma,
+        "noise_stages": 3,
+    }
+    peft_config = lora() if tuning == "lora" else None
+    options = {"sync_check_steps": 1, "max_steps": 3, "peft_config": peft_config, **noise}
+    trainer = trainer_of(tmp_path, servers[precision], model, precision, **options)
+    (products,) = fresh(trainer.model, precision, tmp_path / "before").apply_model(kernel_checks.int8_errors)
+    trainer.vllm_generation.engine.product_errors = products  # of this CPU; a server cannot be asked for them
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert all(log["sync_check/logp_difference"] < log["sync_check/bound"] for log in logs)
+    assert [log["noise/sigma"] for log in logs] == [0, 0.5, last_sigma]
+    assert [log["noise/effective_sigma"] for log in logs] == pytest.approx([0, 0.5, last_sigma], rel=0.1)
+    assert logs[1]["mismatch/kl_k3"] > 5 * logs[0]["mismatch/kl_k3"]
+    trainer.check_sync()
+    caches = trainer.vllm_generation.engine.caches
+    assert sorted(caches) == ([0, 1] if precision == "int8" and FP8_CACHE else [])
+    if caches:
+        caches[1].scales["_v_scale"] = 0.5
+        with pytest.raises(RuntimeError, match=r"stale: in layer 1 the KV cache's `_v_scale` is 1, .* 0\.5"):
+            trainer.check_sync()
+
+    wide = {"load_format": "trl_quant", "model_loader_extra_config": {"wide_norms": True}}
+    wide |= {"kv_cache_dtype": "fp8"} if FP8_CACHE else {}
+    last = fresh(trainer.model, precision, tmp_path / "fresh", **(wide if precision == "int8" else {}))
+    assert " ".join(WIDE[:3]) in serve_command("model", precision, wide_norms=True)
+    assert served(trainer.vllm_generation.vllm_client) == one_by_one(last)
+
+
+@pytest.mark.parametrize("trainer_class", [QuantRLOOTrainer, QuantPPOTrainer, "distillation"])
+def test_each_trainer_samples_from_a_server(tmp_path, model, servers, monkeypatch, trainer_class):
+    """Two steps with a correction; then the server equals an engine that vLLM starts on the weights."""
+    monkeypatch.setattr(file_transfer, "FILE", Path(f"{model}-bf16.pt"))
+    settings = behind(servers["bf16"], "bf16") | {"is_correction": "tis", "sync_check_steps": 1, "max_steps": 2}
+    if trainer_class == "distillation":
+        trainer = distil(tmp_path, model=str(model), **settings)
+    else:
+        kind = {QuantRLOOTrainer: QuantRLOOConfig, QuantPPOTrainer: QuantPPOConfig}[trainer_class]
+        trainer = make(trainer_class, config(kind, tmp_path / "out", **settings), model=str(model))
+    before = served(trainer.vllm_generation.vllm_client)
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    assert len(logs) == 2 and all(log["sync_check/logp_difference"] < log["sync_check/bound"] for log in logs)
+    assert all(0 < log["mismatch/kl_k3"] < 1e-2 for log in logs)  # BF16 against FP32
+    trainer.check_sync()
+    after = served(trainer.vllm_generation.vllm_client)
+    assert before != after == one_by_one(fresh(trainer.model, "bf16", tmp_path / "fresh"))
+
+
+def test_server_that_misses_a_sync(tmp_path, model, servers, monkeypatch):
+    monkeypatch.setattr(file_transfer, "FILE", Path(f"{model}-bf16.pt"))
+    trainer = trainer_of(tmp_path, servers["bf16"], model, "bf16")
+    trainer.check_sync()
+    with torch.no_grad():
+        for param in trainer.model.parameters():
+            param.add_(0.05 * torch.randn(param.shape, generator=torch.Generator().manual_seed(0)))
+    with pytest.raises(RuntimeError, match="stale: the policy has moved"):
+        trainer.vllm_generation.check_sync()
+    trainer.state.global_step += 1
+    monkeypatch.setattr(vllm_client.VLLMClient, "update_named_params", lambda self, metadata, params: list(params))
+    with pytest.raises(RuntimeError, match="stale: the engine computes the same as before"):
+        trainer.check_sync()

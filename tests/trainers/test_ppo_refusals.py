@@ -1,0 +1,237 @@
+"""`QuantPPOTrainer`: configs and critics that are refused before anything is loaded, and those that are taken."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from ppo_runs import ppo
+from safetensors.torch import load_file, save_file
+from tiny import save_tiny, save_tiny_vision, tiny_model
+from training import config, dataset, make, spread
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+from trl import GRPOConfig
+
+from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, QuantPPOConfig, QuantPPOTrainer
+from trl_quant.config.before_loading import check_before_loading
+from trl_quant.config.checks import check_what
+from trl_quant.config.given import Given
+from trl_quant.trainers.ppo.critic import load_critic
+
+
+pytestmark = pytest.mark.isa
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> str:
+    return save_tiny(tmp_path_factory.mktemp("policy") / "model", seed=3)
+
+
+CONFIGS = [
+    ({"scale_rewards": "group"}, "`scale_rewards`='group' compares the completions"),
+    ({"scale_rewards": "batch"}, "`scale_rewards`='batch' compares"),
+    ({"loss_type": "cispo"}, "`loss_type`='cispo' does not clip the ratio of each token"),
+    ({"loss_type": "luspo"}, "`loss_type`='luspo' does not clip"),
+    ({"importance_sampling_level": "sequence"}, "`importance_sampling_level`='sequence' has one ratio"),
+    ({"multi_objective_aggregation": "normalize_then_sum"}, "`multi_objective_aggregation`='normalize_then_sum'"),
+    ({"dynamic_sampling_rounds": 1}, "`dynamic_sampling_rounds`=1 acts only with a trainer that has dynamic sampling"),
+    ({"optim": "adalomo"}, "PPO's critic cannot be trained with `optim`='adalomo', which is built around one model"),
+    ({"optim": "schedule_free_adamw"}, "into training mode for the policy alone. Use"),
+    (
+        {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 1},
+        "PPO's critic cannot be trained with `lr_scheduler_type`=",
+    ),
+    ({"num_generations": 0}, "`num_generations`=0 is out of range"),
+    ({"num_generations": 3}, r"generation_batch_size \(8\) must be divisible by num_generations \(3\)"),
+    ({"num_generations": "1"}, "`num_generations`='1' must be an integer"),
+    ({"gamma": 1.5}, "`gamma`=1.5 is out of range"),
+    ({"lam": -0.1}, "`lam`=-0.1 is out of range"),
+    ({"cliprange_value": 0.0}, "`cliprange_value`=0.0 is out of range"),
+    ({"value_learning_rate": -1.0}, "`value_learning_rate`=-1.0 is out of range"),
+    ({"value_model_name_or_path": 3}, "`value_model_name_or_path`=3 must be a string or None"),
+    ({"vf_coef": 0.5}, "`vf_coef`=0.5 acts only with `vf_share_layers=True`"),
+    ({"vf_coef": 0.0, "vf_share_layers": True}, "`vf_coef`=0.0 is out of range"),
+    ({"vf_share_layers": 1}, "`vf_share_layers`=1 must be True or False"),
+    (
+        {"vf_share_layers": True, "value_model_name_or_path": "x"},
+        "`value_model_name_or_path`='x' is a critic of its own",
+    ),
+    ({"vf_share_layers": True, "torch_compile": True}, "a policy compiled with `torch_compile` does not expose them"),
+]
+
+
+@pytest.mark.parametrize(("settings", "says"), CONFIGS, ids=lambda value: str(value)[:40])
+def test_a_config_refuses(tmp_path, settings, says):
+    with pytest.raises(ValueError, match=says):
+        config(QuantPPOConfig, tmp_path, **{"num_generations": 1} | settings)
+
+
+@pytest.mark.parametrize(("name", "says"), [("fp16", "`fp16`"), ("fsdp_version", "FSDP1"), ("deepspeed", "DeepSpeed")])
+def test_a_config_refuses_other_ways_to_shard(tmp_path, monkeypatch, name, says):
+    if name == "fsdp_version":
+        monkeypatch.setattr(QuantPPOConfig, "fsdp_version", 1)
+    built = config(QuantPPOConfig, tmp_path, num_generations=1) if name != "fsdp_version" else None
+    if name == "fp16":
+        built.fp16 = True
+    if name == "deepspeed":
+        built.deepspeed_plugin = object()
+    with pytest.raises(ValueError, match=f"PPO's critic cannot be trained with {says}"):
+        config(QuantPPOConfig, tmp_path, num_generations=1) if built is None else check_what("fields", Given(built))
+
+
+def test_a_schedule_that_knows_one_optimizer_is_refused(tmp_path, policy):
+    """Before anything is loaded. An optimizer is the policy's alone, and taken."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1e-3)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    args = config(QuantPPOConfig, tmp_path, num_generations=1)
+    with pytest.raises(ValueError, match=r"`optimizers` has a schedule.*`lr_scheduler_type`"):
+        make(QuantPPOTrainer, args, model=str(tmp_path / "nowhere"), optimizers=(optimizer, schedule))
+    assert make(QuantPPOTrainer, args, model=policy, optimizers=(optimizer, None)).optimizer is optimizer
+
+
+def test_defaults(tmp_path):
+    """One completion a prompt, which GRPO still refuses; TRL's check is back where it was."""
+    built = config(QuantPPOConfig, tmp_path, num_generations=1, is_correction="ais", rollout_precision="int8")
+    assert (built.num_generations, built.scale_rewards, built.loss_type) == (1, "none", "grpo")
+    assert type(built.num_generations) is int
+    assert config(QuantPPOConfig, tmp_path, num_generations=4).loss_type == "dapo"
+    for kind in (GRPOConfig, QuantGRPOConfig):
+        with pytest.raises(ValueError, match="requires at least 2 generations"):
+            config(kind, tmp_path, num_generations=1)
+    with pytest.raises(ValueError, match=r"`args` is a GRPOConfig\. It must be a `QuantPPOConfig`"):
+        QuantPPOConfig.from_trl(config(GRPOConfig, tmp_path))
+
+
+def test_a_trainer_takes_its_own_config(tmp_path, policy):
+    for kind, other in ((QuantPPOTrainer, QuantGRPOConfig), (QuantGRPOTrainer, QuantPPOConfig)):
+        with pytest.raises(ValueError, match="PPO has a critic, and GRPO compares"):
+            make(kind, config(other, tmp_path), model=policy)
+
+
+def test_a_critic_that_cannot_be_is_refused_before_anything_is_loaded(tmp_path, policy, monkeypatch):
+    monkeypatch.setattr("trl_quant.trainers.sampling.engine_of", None)  # which would load the policy
+    fewer = save_tiny(tmp_path / "fewer", vocab_size=300)
+    quantized = shutil.copytree(policy, tmp_path / "quantized")
+    written = json.loads((quantized / "config.json").read_text())
+    written["quantization_config"] = {"quant_method": "fp8"}
+    (quantized / "config.json").write_text(json.dumps(written))
+    cases = {
+        str(tmp_path / "nowhere"): "is neither a directory here",
+        fewer: "has 300 tokens, and the policy 320",
+        str(quantized): "is quantized, and the critic trains all of its weights",
+        save_tiny_vision(tmp_path / "vision"): "`model_type`='blip-2', of which transformers has no token classifier",
+    }
+    for name, says in cases.items():
+        with pytest.raises(ValueError, match=f"{re.escape(repr(name))}.*{says}"):
+            ppo(tmp_path, policy, value_model_name_or_path=name)
+    with pytest.raises(ValueError, match="built in memory, and the critic starts from a checkpoint"):
+        ppo(tmp_path, tiny_model(seed=3))
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):  # a value head needs none
+        ppo(tmp_path, tiny_model(seed=3), vf_share_layers=True)
+    pictures = dataset(8).add_column("image", [None] * 8)
+    named = {
+        "`train_dataset`": {"train_dataset": pictures},
+        "`eval_dataset`": {"eval_dataset": pictures},
+        r"`eval_dataset\['b'\]`": {"eval_dataset": {"a": dataset(8), "b": pictures}},
+    }
+    for shares in (False, True):
+        for name, given in named.items():
+            with pytest.raises(ValueError, match=f"{name} has a column 'image', and the critic reads only text"):
+                ppo(tmp_path, policy, given=given, vf_share_layers=shares)
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        ppo(tmp_path, policy, given={"eval_dataset": {"a": dataset(8)}})
+
+
+def test_a_critic_gives_one_value(tmp_path, policy):
+    """A reward model of two labels is refused before it is loaded; one of one label and a language model are taken."""
+    for kind, labels in ((AutoModelForSequenceClassification, 2), (AutoModelForTokenClassification, 3)):
+        name = str(tmp_path / f"labels{labels}")
+        kind.from_pretrained(policy, num_labels=labels).save_pretrained(name)
+        (tmp_path / f"labels{labels}/model.safetensors").unlink()
+        says = f"critic's {name!r} is a Qwen3For.*Classification with {labels} labels, and a critic gives one value"
+        with pytest.raises(ValueError, match=f"{says}.*`value_model_name_or_path`"):
+            ppo(tmp_path, policy, value_model_name_or_path=name)
+    reward = AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1)
+    reward.score.weight.data.fill_(0.5)
+    reward.save_pretrained(tmp_path / "reward")
+    score = ppo(tmp_path, policy, value_model_name_or_path=str(tmp_path / "reward")).critic.model.score
+    assert (score.weight == 0.5).all() and score.bias == 0
+    assert AutoConfig.from_pretrained(policy).num_labels == 2
+    assert (ppo(tmp_path, policy).critic.model.score.weight == 0).all()
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_the_policys_revision_is_that_of_its_own_checkpoint_alone(tmp_path, policy, monkeypatch, other):
+    """The check before loading and the loading itself read the critic alike."""
+    asked, read = [], AutoConfig.from_pretrained
+
+    def spy(name, **options):
+        asked.append((str(name), options.get("revision")))
+        return read(name, **options)
+
+    critic = str(shutil.copytree(policy, tmp_path / "critic")) if other else policy
+    settings = {"num_generations": 1, "model_init_kwargs": {"revision": "r"}}
+    args = config(QuantPPOConfig, tmp_path, value_model_name_or_path=critic if other else None, **settings)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", spy)
+    check_before_loading(policy, args, dataset(), None, None, reward_funcs=spread)
+    assert set(asked) == ({(policy, "r"), (critic, None)} if other else {(policy, "r")})
+    asked.clear()
+    load_critic(critic, args)
+    assert set(asked) == {(critic, None if other else "r")}
+
+
+def test_a_critic_without_its_layers_is_refused(tmp_path, policy):
+    """A checkpoint whose names do not match would be a critic of zeros; one without a head is a language model."""
+    other = shutil.copytree(policy, tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    args = config(QuantPPOConfig, tmp_path, num_generations=1)
+    assert load_critic(str(other), args).model.norm.weight.abs().max() > 0
+    renamed = {name.replace("q_proj", "query"): value for name, value in weights.items()}
+    save_file(renamed, other / "model.safetensors", {"format": "pt"})
+    says = (
+        f"{re.escape(repr(str(other)))} lacks 2 weights of a Qwen3ForTokenClassification: .*0.self_attn.q_proj.weight"
+    )
+    with pytest.raises(ValueError, match=says + ".*`value_model_name_or_path`"):
+        load_critic(str(other), args)
+
+
+def test_a_new_head_has_memory_on_every_rank(tmp_path, policy, monkeypatch):
+    """On ranks that read no file, transformers 5.23 leaves it on "meta", where all weights have one address."""
+    load = AutoModelForTokenClassification.from_pretrained
+
+    def without_a_head(*args, **given):
+        model, loaded = load(*args, **given)
+        model.score.to("meta")
+        return model, loaded
+
+    monkeypatch.setattr(AutoModelForTokenClassification, "from_pretrained", without_a_head)
+    head = load_critic(policy, config(QuantPPOConfig, tmp_path, num_generations=1)).score
+    assert all(part.device.type == "cpu" and part.requires_grad and not part.any() for part in head.parameters())
+    assert head.weight.data_ptr() != head.bias.data_ptr() and head.weight.data_ptr() != 0
+
+
+def test_a_policy_that_was_quantized_as_it_was_loaded(tmp_path, policy):
+    """Its critic starts from the checkpoint, which is not quantized."""
+    model = AutoModelForCausalLM.from_pretrained(policy)
+    model.config.quantization_config = {"quant_method": "bitsandbytes"}
+    args = config(QuantPPOConfig, tmp_path, num_generations=1)
+    check_before_loading(model, args, dataset(), None, None, reward_funcs=spread)
+    with pytest.raises(ValueError, match="is quantized, and the critic trains all of its weights"):
+        model.config.save_pretrained(tmp_path / "quantized")
+        args.value_model_name_or_path = str(tmp_path / "quantized")
+        check_before_loading(model, args, dataset(), None, None, reward_funcs=spread)
+
+
+def test_a_critic_without_packed_rows(tmp_path, policy, caplog):
+    """Of another family: it computes padding, and says so; with `pack_sequences=True` it is refused."""
+    other = save_tiny(tmp_path / "critic", "gemma2")
+    trainer = ppo(tmp_path, policy, value_model_name_or_path=other)
+    assert trainer.packs and not trainer.critic.packs and "the critic's attention caps logits" in caplog.text
+    with pytest.raises(ValueError, match="`pack_sequences`=True cannot act: the critic's attention caps logits"):
+        ppo(tmp_path, policy, value_model_name_or_path=other, pack_sequences=True)
