@@ -1,4 +1,4 @@
-"""`QuantPPOTrainer`: how its updates add up, two models' rates and clipping, what it composes with, and what it learns."""
+"""`QuantPPOTrainer`: how updates add up, two models' rates and clipping, what it composes with, and that it learns."""
 
 import math
 
