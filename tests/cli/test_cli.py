@@ -57,11 +57,6 @@ def argv(model_dir, problems, tmp_path) -> list[str]:
     return [str(part) for name, value in options.items() for part in (f"--{name}", value)]
 
 
-def spread(completions, **kwargs) -> list[float]:
-    """A reward that differs within every group."""
-    return [sum(map(ord, message["content"])) % 97 / 97 for (message,) in completions]
-
-
 # The command
 
 
@@ -203,7 +198,7 @@ def test_train_and_resume(argv, tmp_path):
         "1e-2",
     ]
     # The built-in reward is 0 on a random model's samples, hence no gradient: a reward with a spread beside it.
-    quantized += ["--reward_funcs", "arithmetic", "test_cli.spread"]
+    quantized += ["--reward_funcs", "arithmetic", "messages.spread"]
     main(["train", *argv, *quantized, "--max_steps", "1", "--resume_from_checkpoint", "False"])
     first = AutoModelForCausalLM.from_pretrained(tmp_path / "run").state_dict()
     main(["train", *argv, *quantized, "--resume_from_checkpoint", "true"])
@@ -299,7 +294,7 @@ def test_values_of_another_type_in_a_yaml_file(tmp_path, line, says):
         (["--rollout_precision", "int5"], ["rollout_precision", "int5", "int4"]),
         (["--is_correction", "magic"], ["is_correction", "magic", "ais"]),
         (["--reward_funcs", "brevity"], ["reward_funcs", "brevity", "gsm8k"]),
-        (["--reward_funcs", "test_cli.nothing"], ["reward_funcs", "test_cli.nothing", "gsm8k"]),
+        (["--reward_funcs", "messages.nothing"], ["reward_funcs", "messages.nothing", "gsm8k"]),
         (["--dataset_name", "nowhere.jsonl"], ["nowhere.jsonl"]),
         (["--dataset_name", "{no_prompts}"], ["text", "'prompt' or 'question'"]),
         (["--dataset_name", "{no_answers}"], ["arithmetic", "'answer'", "['prompt']"]),

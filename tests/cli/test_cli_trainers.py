@@ -51,11 +51,6 @@ def argv(models, tmp_path) -> list[str]:
     return [str(part) for name, value in options.items() for part in (f"--{name}", value)]
 
 
-def spread(completions, **kwargs) -> list[float]:
-    """A reward that differs within every group."""
-    return [sum(map(ord, message["content"])) % 97 / 97 for (message,) in completions]
-
-
 def test_every_trainer_has_its_options():
     configs = {name: trainer.config_class for name, trainer in TRAINERS.items()}
     assert configs == {
@@ -72,7 +67,7 @@ def test_every_trainer_has_its_options():
 
 def test_rloo_trains(argv, tmp_path, models):
     """With RLOO's own defaults and options; the policy moves."""
-    rloo = ["--trainer", "rloo", "--reward_funcs", "test_cli_trainers.spread", "--num_generations", "4"]
+    rloo = ["--trainer", "rloo", "--reward_funcs", "messages.spread", "--num_generations", "4"]
     rloo += ["--is_correction", "tis", "--importance_sampling_level", "sequence", "--beta", "0"]
     _, args, _ = train.parse_args([*argv, *rloo])
     assert isinstance(args, QuantRLOOConfig) and args.importance_sampling_level == "sequence"
@@ -87,7 +82,7 @@ def test_rloo_trains(argv, tmp_path, models):
 
 def test_ppo_trains_and_resumes(argv, tmp_path):
     """With one completion a prompt and a critic; from GRPO's options those that compare completions are refused."""
-    ppo = ["--trainer", "ppo", "--reward_funcs", "test_cli_trainers.spread", "--save_steps", "1", "--beta", "0"]
+    ppo = ["--trainer", "ppo", "--reward_funcs", "messages.spread", "--save_steps", "1", "--beta", "0"]
     ppo += ["--steps_per_generation", "2", "--is_correction", "acr", "--value_learning_rate", "1e-3", "--lam", "0.9"]
     _, args, _ = train.parse_args([*argv, *ppo])
     assert isinstance(args, QuantPPOConfig) and (args.num_generations, args.lam, args.gamma) == (1, 0.9, 1.0)
@@ -113,7 +108,7 @@ def test_qurls_ppo_recipe(argv, tmp_path):
     assert (args.gamma, args.lam, args.cliprange_value) == (1, 1, 0.5)
     main_of_recipe = ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "1"]
     main_of_recipe += ["--steps_per_generation", "2", "--use_vllm", "false", "--dtype", "float32"]
-    train.main([*argv, *main_of_recipe, "--reward_funcs", "test_cli_trainers.spread"], recipe=recipe)
+    train.main([*argv, *main_of_recipe, "--reward_funcs", "messages.spread"], recipe=recipe)
     first, second = [entry for entry in read_run(tmp_path / "run").history if "loss" in entry]
     assert first["value/loss"] != second["value/loss"] and second["value/loss"] > 0 and second["kl"] > 0
 
@@ -137,7 +132,7 @@ def test_diffusion_trains(argv, tmp_path, capsys):
     policy().save_pretrained(tmp_path / "masked")
     tokenizer().save_pretrained(tmp_path / "masked")
     argv[1] = str(tmp_path / "masked")
-    masked = ["--trainer", "diffusion", "--reward_funcs", "test_cli_trainers.spread", "--num_generations", "4"]
+    masked = ["--trainer", "diffusion", "--reward_funcs", "messages.spread", "--num_generations", "4"]
     masked += ["--block_length", "4", "--is_correction", "ais"]
     _, args, _ = train.parse_args([*argv, *masked])
     assert isinstance(args, DiffusionGRPOConfig) and args.block_length == 4

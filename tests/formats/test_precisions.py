@@ -89,7 +89,7 @@ def test_vllm_says_what_it_lacks(made_up):
 def test_help_and_readmes_table_know_it(made_up):
     assert "| `ternary` | three values a row | 1.6 | 99.0 or newer | no |" in markdown()
     code = (
-        "from ternary import MADE_UP, Ternary\nfrom trl_quant.formats import FORMATS\n"
+        "import sys\nfrom ternary import MADE_UP, Ternary\nfrom trl_quant.formats import FORMATS\n"
         "from trl_quant.precisions import PRECISIONS\n"
         "FORMATS['ternary'], PRECISIONS['ternary'] = Ternary, MADE_UP\n"
         "for name in [name for name in sys.modules if name.startswith('trl_quant.config')]: del sys.modules[name]\n"

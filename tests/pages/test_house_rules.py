@@ -1,4 +1,4 @@
-"""The rules of CONTRIBUTING.md that can be read from the sources: who imports what, which names cross files, and more.
+"""The rules of CONTRIBUTING.md that can be read from the sources: who imports what, and what is exchanged for good.
 
 A rule is a function from sources to violations. Each test shows that ours have none, and that the rule finds those of
 made-up sources.

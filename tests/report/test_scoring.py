@@ -89,12 +89,12 @@ async def ends_later(**kwargs):
 
 @pytest.mark.parametrize("reward", [hangs, hangs_later])
 def test_a_reward_that_hangs_is_ended(reward):
-    said = f"'test_scoring.{reward.__name__}' did not return within `reward_timeout`=0.2 seconds"
+    said = f"'{__name__}.{reward.__name__}' did not return within `reward_timeout`=0.2 seconds"
     with pytest.raises(TimeoutError, match=said):
         Scorer(reward, 0.2)(TEXTS, IDS, COLUMNS)
 
 
 @pytest.mark.parametrize("reward", [ends, ends_later])
 def test_a_reward_cannot_end_the_process(reward):
-    with pytest.raises(RuntimeError, match=rf"'test_scoring.{reward.__name__}' ended the process: .*SystemExit\(3\)"):
+    with pytest.raises(RuntimeError, match=rf"'{__name__}.{reward.__name__}' ended the process: .*SystemExit\(3\)"):
         Scorer(reward, 5.0)(TEXTS, IDS, COLUMNS)

@@ -23,11 +23,11 @@ from transformers.masking_utils import sdpa_mask
 
 from ..layers.packed import PACKED, Packed, flash_attention
 from ..layers.products import TOKENS
-from .exact.model import EXACT_ATTENTION
+from .exact.model import ENGINES_ATTENTION
 
 
 ATTENTION = "trl_quant_packed"  # its name in transformers' tables
-SHARING = (ATTENTION, EXACT_ATTENTION)  # attention that reads the keyword of this package
+SHARING = (ATTENTION, ENGINES_ATTENTION)  # attention that reads the keyword of this package
 FLASH = ("flash_attention_2", "flash_attention_3")  # attention that reads transformers' own
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from places import ROOT
 from tiny import save_tiny
-from training import config, dataset, lora, make, spread
+from training import config, dataset, lora, make
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -57,10 +57,6 @@ def trainer_of(tmp_path, model=None, **overrides):
 # The example
 
 
-def chat_spread(completions, **kwargs) -> list[float]:
-    return spread([messages[0]["content"] for messages in completions])
-
-
 def run_example(tmp_path, monkeypatch, *options: str) -> list[dict]:
     """Runs `python examples/train_grpo.py` for three steps; returns what it logged."""
     # Wide rows, because the error of an exact INT8 product grows with the largest of a row's values
@@ -68,7 +64,7 @@ def run_example(tmp_path, monkeypatch, *options: str) -> list[dict]:
     rows = [json.dumps({"prompt": row["prompt"], "answer": "1"}) for row in dataset(16)]
     (tmp_path / "train.jsonl").write_text("\n".join(rows))
     command = f"""
-        --model_name_or_path {model} --dataset_name {tmp_path}/train.jsonl --reward_funcs test_vllm_training.chat_spread
+        --model_name_or_path {model} --dataset_name {tmp_path}/train.jsonl --reward_funcs messages.spread_of_texts
         --output_dir {tmp_path}/out --max_steps 3 --logging_steps 1 --learning_rate 1e-3 --report_to none
         --per_device_train_batch_size 8 --num_generations 4 --max_completion_length 32 --use_cpu --bf16 false
         --gradient_checkpointing false --save_strategy no --disable_tqdm true --dtype float32

@@ -26,7 +26,7 @@ from .attention import ExactAttention, Kernels, Unrotated
 from .head import frozen_head, log_probs
 
 
-EXACT_ATTENTION = "trl_quant_exact"  # its name in transformers' tables
+ENGINES_ATTENTION = "trl_quant_exact"  # its name in transformers' tables
 
 
 def attend(
@@ -49,8 +49,8 @@ def attend(
     return module.exact_attention(query, key, value, attention_mask, scaling, sliding_window, packed=packed), None
 
 
-AttentionInterface.register(EXACT_ATTENTION, attend)
-AttentionMaskInterface.register(EXACT_ATTENTION, flash_attention_mask)  # shape (B, S), or `None` without padding
+AttentionInterface.register(ENGINES_ATTENTION, attend)
+AttentionMaskInterface.register(ENGINES_ATTENTION, flash_attention_mask)  # shape (B, S), or `None` without padding
 
 
 def compute_exactly(model: nn.Module, kernels: Kernels) -> None:
@@ -74,7 +74,7 @@ def compute_exactly(model: nn.Module, kernels: Kernels) -> None:
         elif hasattr(module, "scaling") and hasattr(module, "layer_idx"):
             module.exact_attention = attention
     decoder.rotary_emb = Unrotated(kernels.rotated)
-    base.set_attn_implementation(EXACT_ATTENTION)
+    base.set_attn_implementation(ENGINES_ATTENTION)
     base.get_input_embeddings().register_forward_hook(lambda module, args, output: output.to(kernels.dtype))
     base.forward = partial(_scored, base.forward, scored)
 

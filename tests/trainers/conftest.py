@@ -1,0 +1,20 @@
+"""The two models that the tests of PPO begin with."""
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, str]:
+    """A policy, and a critic whose value head is not zero."""
+    import torch
+    from tiny import save_tiny
+    from transformers import AutoModelForTokenClassification
+
+    path = tmp_path_factory.mktemp("models")
+    policy = save_tiny(path / "policy", seed=3)
+    critic = AutoModelForTokenClassification.from_pretrained(policy, num_labels=1)
+    with torch.no_grad():
+        critic.score.weight.copy_(torch.randn(1, 128, generator=torch.Generator().manual_seed(1)) / 8)
+        critic.score.bias.fill_(0.25)
+    critic.save_pretrained(path / "critic")
+    return {"policy": policy, "critic": str(path / "critic")}
