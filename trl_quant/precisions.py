@@ -206,8 +206,8 @@ def bitsandbytes_bases() -> list[str]:
 
 def four_bits() -> list[str]:
     """Returns the precisions whose weights have 4 bits each."""
-    formats = {name: FORMATS.get(precision.format) for name, precision in PRECISIONS.items()}
-    return [name for name, format in formats.items() if format is not None and format.bits < 8]
+    formats = {name: FORMATS[precision.format] for name, precision in PRECISIONS.items() if precision.format}
+    return [name for name, format in formats.items() if format.nibbles]
 
 
 def with_products() -> list[str]:

@@ -3,6 +3,7 @@
 Python, argparse and TRL's parser say only that such a name is unknown.
 """
 
+import inspect
 from collections.abc import Iterable
 
 
@@ -99,5 +100,5 @@ class CurrentNames:
     """Base of the classes whose constructors refuse earlier names of their arguments."""
 
     def __new__(cls, *args, **kwargs):
-        check_names(cls.__name__, kwargs, getattr(cls, "__dataclass_fields__", ()))
+        check_names(cls.__name__, kwargs, inspect.signature(cls.__init__).parameters)
         return super().__new__(cls)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import trl_quant.cli.train as train
 from trl_quant import QuantGRPOConfig
 from trl_quant.cli import COMMANDS, main
-from trl_quant.cli.options import FIRST, STORED, TRL_CONFIGS, check_train, train_options
+from trl_quant.cli.options import FIRST, STORED, check_train, train_options, trl_configs
 from trl_quant.cli.write_options import collect
 from trl_quant.report.runs import read_run
 
@@ -105,7 +105,7 @@ def test_every_command_is_tried():
     assert {command.split()[0] for command in REQUIRED} == set(COMMANDS)
 
 
-@pytest.mark.parametrize("trainer", TRL_CONFIGS)
+@pytest.mark.parametrize("trainer", trl_configs())
 def test_help_explains_ten_options_and_names_all(trainer, capsys):
     """The rest by groups; each is explained where its group, its name or everything is asked for."""
 
@@ -131,7 +131,7 @@ def test_stored_options_are_up_to_date():
     assert STORED.read_text("utf-8") == collect()
 
 
-@pytest.mark.parametrize("trainer", TRL_CONFIGS)
+@pytest.mark.parametrize("trainer", trl_configs())
 def test_options_of_train_are_those_of_the_parser(trainer):
     """The options that are read from sources, against the parser that transformers makes of the dataclasses."""
     found = {name: option for group in train_options(trainer).values() for name, option in group.items()}
@@ -150,7 +150,7 @@ def test_options_of_train_are_those_of_the_parser(trainer):
     assert unknown <= {"optim", "log_level", "log_level_replica"}  # what code computes
 
 
-@pytest.mark.parametrize("trainer", TRL_CONFIGS)
+@pytest.mark.parametrize("trainer", trl_configs())
 def test_spellings_of_train_are_those_of_the_parser(capsys, trainer):
     """Each of the parser's option strings, also with hyphens and with `no` before it, is known; others are not."""
     actions = [action for action in train.Parser(trainer).added if action.dest not in ("help", "trainer")]

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import trl_quant.cli.train as train
 from trl_quant import DiffusionGRPOConfig, QuantDistillationConfig, QuantGRPOConfig, QuantPPOConfig, QuantRLOOConfig
 from trl_quant.cli import main
-from trl_quant.cli.options import TRL_CONFIGS, chosen_trainer
+from trl_quant.cli.options import chosen_trainer, trl_configs
 from trl_quant.report.runs import read_run
 from trl_quant.trainers.launch import TRAINERS
 
@@ -60,7 +60,7 @@ def test_every_trainer_has_its_options():
         "distillation": QuantDistillationConfig,
         "diffusion": DiffusionGRPOConfig,
     }
-    assert {name: config for name, (_, config) in TRL_CONFIGS.items()} == {
+    assert {name: classes[-1][1] for name, classes in trl_configs().items()} == {
         name: config.trl_config.__name__ for name, config in configs.items()
     }
 
@@ -202,7 +202,7 @@ def test_bad_input_is_refused_before_a_model_is_loaded(argv, models, extra, says
 
 def test_help_lists_the_options_of_the_trainer(capsys):
     listed = {}
-    for trainer in TRL_CONFIGS:
+    for trainer in trl_configs():
         with pytest.raises(SystemExit):
             main(["train", "--trainer", trainer, "--help"])
         listed[trainer] = set(re.findall(r"--(\w+)", capsys.readouterr().out))

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from accelerate import Accelerator
-from tiny import save_tiny, tiny_model, tiny_tokenizer
+from tiny import FAMILIES, save_tiny, tiny_model, tiny_tokenizer
 from training import config, dataset, lora, make, metrics
 from trl import GRPOConfig, GRPOTrainer
 
@@ -357,7 +357,7 @@ def test_evaluation_leaves_the_syncs_metrics_to_training(tmp_path):
 
 
 @pytest.mark.parametrize("sigma", [1e-2, 1e-3, 5e-4])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral", "phi3", "gemma2", "gemma3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_noise_arrives_in_a_bf16_copy(family, sigma):
     found = {}
     for wide in (True, False):

@@ -21,17 +21,19 @@ PRECISION = {torch.bfloat16: (8, -133), torch.float16: (11, -24), torch.float32:
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 # E4M3: exponent bias 7, subnormals at exponent field 0, S.1111.111 is NaN
 E4M3 = [(m / 8 if e == 0 else 1 + m / 8) * 2.0 ** (max(e, 1) - 7) for e in range(16) for m in range(8)][:-1]
+# Lowest and highest code. The scale takes the largest value of a block half a step beyond the highest code.
+INTEGERS = {"int8": (-128, 127), "int4": (-8, 7)}
 # Half the widest grid step over the largest grid value: the largest error in a block over the block's largest value.
-# More for MXFP4, where the power of two may be 4/3 of the ideal or saturate 7 to 6, and INT4, which clamps 7.5 to 7.
+# More for MXFP4, where the power of two may be 4/3 of the ideal or saturate 7 to 6, and integers, which clamp half a
+# step.
 ERROR = {
     "fp8": 16 / 448,
     "fp8_tensor": 16 / 448,
     "fp8_block": 16 / 448,
-    "int8": 0.5 / 127.5,
     "nvfp4": 1 / 6,
     "mxfp4": 1 / 4,
     "nf4": (1 - 0.6961928) / 2,
-    "int4": 0.5 / 7.5,
+    **{name: 0.5 / (high + 0.5) for name, (_, high) in INTEGERS.items()},
 }
 
 
@@ -97,13 +99,14 @@ def slow_quantize(x: torch.Tensor, name: str, activation: bool = False) -> tuple
             scale = step = mx_scale(amax, dtype)
             work = dtype
         else:
-            scale = to(amax / {"int8": 127.5, "int4": 7.5}.get(name, 448.0), dtype) or EPS[dtype]
+            widest = INTEGERS[name][1] + 0.5 if name in INTEGERS else 448.0
+            scale = to(amax / widest, dtype) or EPS[dtype]
             step, work = scale, dtype
         scales.append(scale)
         for r, c in block:
             v = to(matrix[r][c] / step, work)
-            if name in ("int8", "int4"):
-                code = number = round_int(v, *((-128, 127) if name == "int8" else (-8, 7)))
+            if name in INTEGERS:
+                code = number = round_int(v, *INTEGERS[name])
             else:
                 grid, top = (E2M1, 8) if name in ("nvfp4", "mxfp4") else (E4M3, 128)
                 index = nearest(min(abs(v), grid[-1]), grid)

@@ -40,7 +40,9 @@ FAMILIES = {
     "gemma3": (transformers.Gemma3TextConfig, {"head_dim": 32, "query_pre_attn_scalar": 32}),
     "phi3": (transformers.Phi3Config, {}),
 }
-# The same for mixtures of experts, which are described, and refused where they would be quantized or scaled
+# family -> its norms before attention and before the MLP, where they have other names than Llama's
+NORMS = dict.fromkeys(("gemma2", "gemma3"), ("input_layernorm", "pre_feedforward_layernorm"))
+# As `FAMILIES`, for mixtures of experts, which are described, and refused where they would be quantized or scaled
 ROUTED = {"num_experts_per_tok": 2}
 MIXTURES = {
     "qwen3_moe": (
@@ -49,6 +51,11 @@ MIXTURES = {
     ),
     "mixtral": (transformers.MixtralConfig, {"num_local_experts": 4, **ROUTED}),
 }
+
+
+def norms_of(family: str) -> tuple[str, str]:
+    """The norms of a decoder layer that feed linear layers: the one before attention, the one before the MLP."""
+    return NORMS.get(family, ("input_layernorm", "post_attention_layernorm"))
 
 
 @functools.cache

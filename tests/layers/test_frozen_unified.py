@@ -6,7 +6,7 @@ import pytest
 import torch
 from frozen_layers import close
 from peft import LoraConfig, get_peft_model
-from tiny import save_tiny, tiny_model
+from tiny import FAMILIES, save_tiny, tiny_model
 from torch import nn
 from training import config
 from transformers import AutoModelForCausalLM
@@ -217,7 +217,7 @@ def models(precision: str, family: str, **options):
 
 
 @every_precision
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral", "gemma2", "gemma3", "phi3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_as_on_16_bit_weights(precision, family):
     """Without the adapter the same bits; with it, products in another order flip a few codes of inputs."""
     held, frozen = models(precision, family)

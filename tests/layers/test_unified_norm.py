@@ -8,7 +8,7 @@ import torch
 from frozen_layers import gradients
 from peft import LoraConfig, get_peft_model
 from tiny import FAMILIES as TINY
-from tiny import tiny_model
+from tiny import norms_of, tiny_model
 from torch import nn
 
 from trl_quant.layers import UnifiedLinear, inputs, products
@@ -43,7 +43,7 @@ def test_each_knows_whom_it_feeds(family, lora):
         fed = FAMILIES[family].feeds.get(path)
         linear = fed and model.get_submodule(f"{layer}.{fed[0]}")
         assert module.feeds is (getattr(linear, "base_layer", linear) or None)
-        assert (module.feeds is None) is not path.startswith(("input", "post")), name
+        assert (module.feeds is not None) is (path in norms_of(family)), name
     assert not any("feeds" in name for name, _ in model.named_modules())
 
 

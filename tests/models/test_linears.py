@@ -3,7 +3,7 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny import FAMILIES, MIXTURES, save_tiny_vision, tiny_model
+from tiny import FAMILIES, MIXTURES, norms_of, save_tiny_vision, tiny_model
 from torch import nn
 from transformers import Blip2ForConditionalGeneration
 
@@ -24,18 +24,14 @@ from trl_quant.models.names import place_in_layer
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 OTHERS = {path: ((path,), None) for path in ("self_attn.o_proj", "mlp.down_proj")}
-SEPARATE = dict.fromkeys(QKV, (QKV, "input_layernorm")) | OTHERS
-MLP_NORM = {"gemma2": "pre_feedforward_layernorm", "gemma3": "pre_feedforward_layernorm"}
-JOINED = {
-    "self_attn.qkv_proj": (("self_attn.qkv_proj",), "input_layernorm"),
-    "mlp.gate_up_proj": (("mlp.gate_up_proj",), "post_attention_layernorm"),
-} | OTHERS
+JOINED = {"phi3": (("self_attn.qkv_proj",), ("mlp.gate_up_proj",))}
 
 
 def expected(family: str) -> dict[str, tuple]:
-    if family == "phi3":
-        return JOINED
-    return SEPARATE | dict.fromkeys(GATE_UP, (GATE_UP, MLP_NORM.get(family, "post_attention_layernorm")))
+    found = dict(OTHERS)
+    for group, norm in zip(JOINED.get(family, (QKV, GATE_UP)), norms_of(family), strict=True):
+        found |= dict.fromkeys(group, (group, norm))
+    return found
 
 
 def adapted(model: nn.Module, **settings) -> nn.Module:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from places import ROOT
-from tiny import FAMILIES, tiny_model
+from tiny import FAMILIES, norms_of, tiny_model
 
 from trl_quant.models.families import families_with, family_of
 from trl_quant.models.norms import feeding_norms
@@ -198,10 +198,7 @@ def test_norm_noise_is_multiplicative_noise_on_the_weights(offset):
 # The norms
 
 
-MATCHED = {
-    family: ["input_layernorm", "pre_feedforward_layernorm" if "gemma" in family else "post_attention_layernorm"]
-    for family in FAMILIES
-}
+MATCHED = {family: norms_of(family) for family in FAMILIES}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from tiny import tiny_model
@@ -35,13 +36,11 @@ def flat(tensors: dict[str, Tensor]) -> Tensor:
     return torch.cat([x.flatten() for x in tensors.values()]).double()
 
 
-def codes(weight: Tensor, precision: str) -> list[int]:
-    """One number a code, unpacked without a table of formats: a byte has as many as there are weights to it."""
-    values = quantize(weight, precision).values.view(torch.uint8)
-    in_a_byte = weight.numel() // values.numel()
-    width = 8 // in_a_byte
-    places = range(0, 8, width)
-    return [byte >> place & (2**width - 1) for byte in values.flatten().tolist() for place in places]
+def codes(weight: Tensor, precision: str) -> list[list[int]]:
+    """The bits of each code, unpacked without a table of formats: as many as there are to a weight."""
+    stored = quantize(weight, precision).values.view(torch.uint8).flatten().numpy()
+    width = 8 * len(stored) // weight.numel()
+    return np.unpackbits(stored, bitorder="little").reshape(-1, width).tolist()
 
 
 @pytest.mark.parametrize("precision", FORMATS)

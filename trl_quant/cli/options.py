@@ -2,8 +2,9 @@
 
 `--help` and a wrong flag are therefore answered at once. The options come from two places:
 
-- `options.json` holds the allowed values of options, and the options of `train` that this package adds, from our tables
-  and dataclasses. `python -m trl_quant.cli.write_options` writes it, and a test fails if it is out of date.
+- `options.json` holds the allowed values of options, the options of `train` that this package adds, and where TRL
+  defines its configs, from our tables and dataclasses. `python -m trl_quant.cli.write_options` writes it, and a test
+  fails if it is out of date.
 - TRL's and transformers' fields are read from the source files of their dataclasses, which are not executed.
 """
 
@@ -28,14 +29,6 @@ PROG = "trl-quant train"
 USAGE = "%(prog)s --model_name_or_path MODEL [--config FILE.yaml] [options]"
 DEFAULTS = {"lora_dropout": 0.0}  # of `train`, instead of TRL's 0.05, because an engine has no dropout
 STORED = Path(__file__).with_name("options.json")
-# value of `--trainer`, the default first -> the file and the class of TRL's config
-TRL_CONFIGS = {
-    "grpo": ("trainer/grpo_config.py", "GRPOConfig"),
-    "ppo": ("trainer/grpo_config.py", "GRPOConfig"),
-    "rloo": ("trainer/rloo_config.py", "RLOOConfig"),
-    "distillation": ("trainer/distillation_config.py", "DistillationConfig"),
-    "diffusion": ("trainer/grpo_config.py", "GRPOConfig"),
-}
 # The options that `--help` explains, of those that a trainer has; it names all others
 FIRST = (
     *("model_name_or_path", "dataset_name", "reward_funcs", "output_dir", "rollout_precision", "train_precision"),
@@ -78,6 +71,14 @@ def sampling() -> dict[str, float]:
 
 
 # train
+
+
+def trl_configs() -> dict[str, list[list[str]]]:
+    """
+    Returns value of `--trainer`, the default first -> the file and the name of TRL's config class and of those of its
+    base classes that TRL defines, a base class first.
+    """
+    return stored()["trl_configs"]
 
 
 def check_train(argv: list[str], prog: str = PROG, usage: str = USAGE, defaults: dict | None = None) -> None:
@@ -152,7 +153,7 @@ def chosen_trainer(argv: list[str], defaults: dict | None = None) -> str:
     """
     named = given(argv, "trainer")
     name = named if isinstance(named, str) else (defaults or {}).get("trainer")
-    return name if name in [*TRL_CONFIGS] else next(iter(TRL_CONFIGS))
+    return name if name in [*trl_configs()] else next(iter(trl_configs()))
 
 
 def with_model(parser: argparse.ArgumentParser, options: list[str]) -> list[str]:
@@ -197,7 +198,7 @@ def about_unknown(arguments: list[str], trainer: str) -> str:
     known = [f"--{name}" for group in train_options(trainer).values() for name in group]
     close = get_close_matches(arguments[0], known, n=1)
     told = f"unknown arguments: {' '.join(arguments)}" + (f" (did you mean {close[0]}?)" if close else "")
-    return told if trainer == next(iter(TRL_CONFIGS)) else f"{told}, with `--trainer {trainer}`"
+    return told if trainer == next(iter(trl_configs())) else f"{told}, with `--trainer {trainer}`"
 
 
 def _add(parser: argparse.ArgumentParser, name: str, option: Option) -> None:
@@ -230,16 +231,16 @@ def train_options(trainer: str) -> dict[str, dict[str, Option]]:
     return ours
 
 
-def _host_classes(trainer: str) -> dict[str, tuple[str, tuple[tuple[str, str], ...]]]:
+def _host_classes(trainer: str) -> dict[str, tuple[str, list[list[str]]]]:
     """
     Returns heading in the help of `train` -> package, and the file and class of the fields below it. Later classes
     override.
     """
-    config = TRL_CONFIGS[trainer]
+    classes = trl_configs()[trainer]
     return {
-        "ModelConfig of TRL": ("trl", (("trainer/model_config.py", "ModelConfig"),)),
-        f"{config[1]} of TRL": ("trl", (("trainer/base_config.py", "_BaseConfig"), config)),
-        "TrainingArguments of transformers": ("transformers", (("training_args.py", "TrainingArguments"),)),
+        "ModelConfig of TRL": ("trl", [["trainer/model_config.py", "ModelConfig"]]),
+        f"{classes[-1][1]} of TRL": ("trl", classes),
+        "TrainingArguments of transformers": ("transformers", [["training_args.py", "TrainingArguments"]]),
     }
 
 

@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 pytest.importorskip("vllm", reason="vLLM is not installed")
 from frozen_layers import frozen_lora_linear
 from marlin_on_cpu import marlin_on_cpu, numbers, tiles
-from tiny import save_tiny
+from tiny import FAMILIES, save_tiny
 from training import config, lora, make, metrics, parameters
 from vllm_engines import NOISY_RUN, SMALL, assert_live_equals_fresh, engine, greedy, keep, policy, update
 
@@ -25,7 +25,6 @@ from trl_quant.rollout.vllm import one_copy
 
 
 every_precision = pytest.mark.parametrize("precision", ["nvfp4", "mxfp4"])
-FAMILIES = ["qwen2", "qwen3", "llama", "mistral", "gemma2", "gemma3", "phi3"]
 TILED = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
 LORA = {"r": 4, "lora_alpha": 16, "target_modules": "all-linear", "init_lora_weights": False}
 

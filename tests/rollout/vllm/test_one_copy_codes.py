@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 from cutlass_on_cpu import cutlass_on_cpu
-from tiny import save_tiny
+from tiny import FAMILIES, save_tiny
 from training import config, lora, make, metrics, parameters
 from vllm_engines import NOISY_RUN, engine, greedy, keep, policy
 
@@ -54,7 +54,7 @@ def parameters_of(sampler) -> dict[str, torch.Tensor]:
     return dict(sampler.llm.apply_model(lambda model: dict(model.named_parameters()))[0])
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral", "gemma2", "gemma3", "phi3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_one_memory(tmp_path, family, monkeypatch, caplog):
     """The engine computes what one with a base of its own does, bit for bit, and the policy what it did before."""
     model = adapted(tmp_path / "policy", family)
