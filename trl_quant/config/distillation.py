@@ -34,7 +34,7 @@ class QuantDistillationConfig(TeacherFields, QuantFields, DistillationConfig):
 
     `use_vllm` and `rollout_precision` decide where the student's samples come from, as in [`QuantGRPOConfig`]. Unlike
     there, `is_correction` is "none" by default with a `rollout_precision`. Allowed are "none" and the corrections that
-    can weigh the prefix before a token.
+    can weigh the prefix before a token: "decoupled", "tis" and "icepop".
     """
 
     trl_config: ClassVar[type] = DistillationConfig
