@@ -15,12 +15,13 @@ from frozen_layers import frozen_lora_linear
 from torch import nn
 
 from trl_quant.layers import FrozenLinear, weight_only
+from trl_quant.precisions import four_bits
 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 SHAPES = [(1024, 3584), (3584, 1024), (1000, 1536), (130, 320)]  # (out, in)
 TOKENS = [0, 1, 16, 257, 1024]  # on both sides of `FUSED_TOKENS`
-every_precision = pytest.mark.parametrize("precision", FrozenLinear.precisions())
+every_precision = pytest.mark.parametrize("precision", four_bits())
 
 
 def layer_of(precision: str, shape: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> FrozenLinear:

@@ -112,7 +112,7 @@ def train_in_precision(precision: str, tuning: str, path: Path) -> dict:
     from training import config, dataset, lora, make, metrics, parameters
 
     from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-    from trl_quant.layers import UnifiedLinear
+    from trl_quant.layers import FrozenLinear, UnifiedLinear
 
     args = config(QuantGRPOConfig, path / "out", train_precision=precision, max_steps=3)
     model = str(path.parent / "model")
@@ -123,7 +123,10 @@ def train_in_precision(precision: str, tuning: str, path: Path) -> dict:
     after = parameters(trainer)
     moved = [name for name in after if not torch.equal(before[name], after[name])]
     sums = {name: value.double().sum().item() for name, value in after.items()}
-    codes = {name: layer.codes().scale for name, layer in trainer.model.named_modules() if hasattr(layer, "codes")}
+    quantized = {
+        n: m for n, m in trainer.model.named_modules() if hasattr(m, "codes") and not isinstance(m, FrozenLinear)
+    }
+    codes = {name: layer.codes().scale for name, layer in quantized.items()}
     for layer in trainer.model.modules():
         if isinstance(layer, UnifiedLinear):
             layer.forget()

@@ -13,13 +13,13 @@ from interpreter import INTERPRETED, on_devices, ptx_of, rerun, reruns, triton
 from reference_formats import DTYPES, bits, make
 
 from trl_quant import formats
-from trl_quant.layers import FrozenLinear
+from trl_quant.precisions import four_bits
 
 
 kernels = pytest.importorskip("trl_quant.kernels.dequantize")
 
 SHAPES = [(5, 96), (20, 320), (1, 128), (3, 50), (20, 832)]  # several programs, groups that are not full
-every_format = pytest.mark.parametrize("name", FrozenLinear.precisions())
+every_format = pytest.mark.parametrize("name", four_bits())
 
 
 def quantized(name: str, dtype: torch.dtype, shape: tuple, kind: str = "random") -> formats.QuantizedTensor | None:
