@@ -302,3 +302,27 @@ def test_wrong_arguments_are_refused():
         layer.fill(quantize(linear().weight, "mxfp4"), layer.bias)
     with pytest.raises(ValueError, match="bias: the layer has one"):
         layer.fill(quantize(linear().weight, "nvfp4"))
+
+
+@every_precision
+def test_codes_are_those_of_the_weight_that_is_held_now(precision):
+    layer, other = frozen_linear(precision), linear(dtype=torch.float32)
+    first = layer.codes()
+    expected = quantize(linear().weight, layer.format)
+    assert torch.equal(first.values, expected.values) and torch.equal(first.scale.float(), expected.scale.float())
+    assert layer.codes() is first
+    with torch.no_grad():
+        other.weight.mul_(-3)
+    layer.fill(quantize(other.weight, layer.format), layer.bias)
+    old = weakref.ref(first.values)
+    del first
+    assert old() is None  # nothing keeps the memory of the weight that was replaced
+    assert torch.equal(layer.dequantize(), quantize(other.weight, layer.format).dequantize())
+    assert not torch.equal(layer.dequantize(), expected.dequantize())
+
+
+def test_tiles_are_no_codes():
+    layer = frozen_linear()
+    layer.hold_tiles(torch.zeros(24, 144, dtype=torch.int32), torch.zeros(24, 72, dtype=torch.uint8), 1.0)
+    with pytest.raises(ValueError, match="codes: the weight is in Marlin's layout"):
+        layer.codes()

@@ -164,6 +164,8 @@ def test_bad_input():
         UnifiedLinear.from_linear(linear(), "fp8_tensor")
     with pytest.raises(ValueError, match="the layer has 384 inputs"):
         layer_of("fp8")(torch.randn(3, 7))
+    with pytest.raises(ValueError, match=r"precision: 'nf4' cannot be a SampledLinear's; allowed: .*fp8_tensor"):
+        SampledLinear(linear(), "nf4")
 
 
 @every_precision
