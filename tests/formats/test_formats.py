@@ -244,16 +244,6 @@ def test_storage_is_small(name: str):
     assert q.nbytes == sum(t.untyped_storage().nbytes() for t in (q.values, q.scale, q.global_scale) if t is not None)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_experts_are_quantized_one_by_one(name: str):
-    """Leading dimensions: each matrix as if alone, except for scales of the whole tensor."""
-    x = make("random", torch.bfloat16, (3, 160, 192))
-    together = quantize(x, name).dequantize()
-    shared = global_scale(x) if name == "nvfp4" else None
-    alone = torch.stack([quantize(m, name, global_scale=shared).dequantize() for m in x])
-    assert torch.equal(together, alone) == (name != "fp8_tensor")
-
-
 def test_global_scale_is_shared():
     q, k = make("random", torch.bfloat16, (64, 64)), 3 * make("random", torch.bfloat16, (32, 64), seed=1)
     g = global_scale(q, k)

@@ -10,6 +10,7 @@ from itertools import product
 import pytest
 import torch
 from interpreter import INTERPRETED, on_devices, ptx_of, rerun, reruns, triton
+from made_up_experts import experts_of_many_sizes
 from reference_formats import DTYPES, bits, make
 
 from trl_quant import formats
@@ -92,6 +93,25 @@ def test_parts_of_a_weight(name, device):
     expected = kernels.dequantize(q)[8:24, 128:]
     assert torch.equal(bits(kernels.dequantize(part)), bits(expected.contiguous()))
     assert torch.equal(bits(part.dequantize()), bits(expected.contiguous()))
+
+
+@on_devices
+@every_format
+def test_experts_are_dequantized_one_by_one(name, device):
+    """Each with its own scales, at several programs an expert; parts of experts too."""
+    x = experts_of_many_sizes(3, 40, 384)
+    q = formats.quantize(x, name)
+    q = replace(q, values=q.values.view(3, 40, -1), scale=q.scale.view(3, 40, -1)).to(device)
+    numbers = kernels.dequantize(q)
+    alone = [formats.quantize(expert, name).dequantize() for expert in x]
+    assert torch.equal(bits(numbers.cpu()), bits(torch.stack(alone)))
+    part = replace(q, values=q.values[:, 8:24], scale=q.scale[:, 8:24], shape=torch.Size((3, 16, 384)))
+    assert torch.equal(bits(kernels.dequantize(part)), bits(numbers[:, 8:24]))
+    if name == "nvfp4":
+        of_the_first = replace(q, global_scale=q.global_scale[:1].expand(3, 1))
+        assert not torch.equal(numbers.cpu(), of_the_first.dequantize().cpu())
+    with pytest.raises(ValueError, match=f"q: '{name}' .*has no kernel; allowed are matrices"):
+        kernels.matmul(torch.ones(2, 384, dtype=torch.float16, device=device), q)
 
 
 @on_devices

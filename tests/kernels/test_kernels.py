@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 import torch
 from interpreter import INTERPRETED, on_devices, rerun, reruns, triton
+from made_up_experts import MadeUpMixture, experts_of_many_sizes
 from reference_formats import DTYPES, KINDS, bits, make
 
 from trl_quant import formats
@@ -31,7 +32,7 @@ def assert_equal(ours: formats.QuantizedTensor, theirs: formats.QuantizedTensor)
         assert (a is None) == (b is None)
         if a is not None:
             assert (a.shape, a.dtype) == (b.shape, b.dtype), field
-            assert torch.equal(bits(a.cpu()), bits(b)), field
+            assert torch.equal(bits(a.cpu().flatten()), bits(b.flatten())), field
 
 
 @pytest.mark.slow
@@ -92,6 +93,47 @@ def test_global_scale(device):
         assert torch.equal(g.cpu(), expected)
         q = kernels.quantize(tensors[0].to(device), "nvfp4", global_scale=g)
         assert_equal(q, formats.quantize(tensors[0], "nvfp4", global_scale=expected))
+
+
+@on_devices
+@pytest.mark.parametrize("name", kernels.KERNELS)
+def test_experts_are_quantized_one_by_one(name, device):
+    """Each as the kernel quantizes it alone; as rows of one matrix, some formats would scale them together."""
+    several_programs = experts_of_many_sizes(3, 20, 1000, dtype=torch.float32)
+    for x in (*MadeUpMixture().mlp["experts"].parameters(), several_programs, several_programs[:, 3:18, 5:].half()):
+        x = x.detach().to(device)
+        together, alone = kernels.quantize(x, name), [kernels.quantize(expert, name) for expert in x]
+        assert_equal(together, formats.quantize(x.cpu(), name))
+        for field in ("values", "scale", "global_scale") if name == "nvfp4" else ("values", "scale"):
+            expected = torch.stack([getattr(expert, field) for expert in alone])
+            assert torch.equal(bits(getattr(together, field).flatten()), bits(expected.flatten())), field
+        in_one = kernels.quantize(x.flatten(0, 1), name).dequantize().view_as(x)
+        assert torch.equal(together.dequantize(), in_one) == (name in ("fp8", "int8", "mxfp4"))
+
+
+@on_devices
+def test_experts_share_a_global_scale_with_those_of_their_index(device):
+    weights = [experts_of_many_sizes(3, rows, 600, seed=rows) for rows in (20, 40)]
+    g = kernels.global_scale(*(weight.to(device) for weight in weights))
+    assert torch.equal(g.cpu(), torch.stack([formats.global_scale(*pair) for pair in zip(*weights)]))
+    for weight in weights:
+        q = kernels.quantize(weight.to(device), "nvfp4", global_scale=g)
+        assert_equal(q, formats.quantize(weight, "nvfp4", global_scale=g.cpu()))
+    assert not torch.equal(q.scale.cpu().float(), formats.quantize(weight, "nvfp4").scale.float())
+    with pytest.raises(ValueError, match=r"global_scale: shape \(3, 1\), but x of shape \(20, 600\) needs \(1,\)"):
+        kernels.quantize(weights[0][0].to(device), "nvfp4", global_scale=g)
+    with pytest.raises(ValueError, match=r"tensors: shapes \(3, 20, 600\), \(20, 600\)"):
+        kernels.global_scale(weights[0].to(device), weights[0][0].to(device))
+
+
+@on_devices
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("name", kernels.KERNELS)
+def test_nan_in_one_expert_is_found(name, device):
+    x = experts_of_many_sizes(3, 20, 40).to(device)
+    x[1, 7, 11] = float("nan")
+    found = [bool(kernels.shows_non_finite(scale, name)) for scale in kernels.quantize(x, name, check=False).scale]
+    assert found == [False, True, False]
 
 
 @on_devices

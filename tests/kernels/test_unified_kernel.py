@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from interpreter import INTERPRETED, on_devices, ptx_of, rerun, reruns
+from made_up_experts import experts_of_many_sizes
 from reference_formats import bits, make
 
 from trl_quant.formats import QuantizedTensor
@@ -169,6 +170,20 @@ def test_numbers(format, device):
     q = QuantizedTensor(format, values, scale, values.shape, torch.bfloat16)
     ours, theirs = kernels.dequantize_rows(q, torch.float32), q.dequantize(torch.float32)
     assert torch.equal(ours.isnan(), theirs.isnan()) and torch.equal(ours.nan_to_num(), theirs.nan_to_num())
+
+
+@on_devices
+@pytest.mark.parametrize("format", ["fp8", "int8"])
+def test_experts_are_read_one_by_one(format, device):
+    """Numbers and transposed codes of (experts, out, in); 22 rows are no whole words."""
+    for rows in (132, 22):
+        x = experts_of_many_sizes(3, rows, 300)
+        q, alone = quantize_weight(x, format).to(device), [quantize_weight(expert, format) for expert in x]
+        expected = torch.stack([expert.dequantize() for expert in alone])
+        assert torch.equal(bits(kernels.dequantize_rows(q, x.dtype).cpu()), bits(expected))
+        turned = torch.stack([expert.values.view(torch.uint8).t() for expert in alone])
+        assert torch.equal(bits(kernels.transpose(q.values).cpu()), turned)
+        assert not torch.equal(turned[0], turned[1]), "an expert read twice would show"
 
 
 def gated(dtype: torch.dtype, shape: tuple, device: str) -> tuple[torch.Tensor, torch.Tensor]:

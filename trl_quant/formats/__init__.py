@@ -60,7 +60,8 @@ class QuantizedTensor:
         scale (`torch.Tensor`): Scales; shape and dtype as in the format's file.
         shape (`torch.Size`): Shape of the original tensor.
         dtype (`torch.dtype`): Its dtype.
-        global_scale (`torch.Tensor` or `None`): NVFP4's scale of the whole tensor, float32 `(1,)`.
+        global_scale (`torch.Tensor` or `None`):
+            NVFP4's scale of the whole matrix, float32 `(1,)`; `(experts, 1)` for a weight `(experts, out, in)`.
     """
 
     format: str
@@ -109,26 +110,27 @@ def quantize(x: Tensor, name: str, global_scale: Tensor | None = None, check: bo
 
     Args:
         x (`torch.Tensor`):
-            Weight of shape `(out, in)`, bfloat16, float16 or float32; leading dimensions (experts) are allowed.
+            Weight of shape `(out, in)`, bfloat16, float16 or float32. A weight `(experts, out, in)` is quantized as if
+            each expert were alone; NF4's blocks, though, may run across experts.
         name (`str`): Key of [`FORMATS`].
         global_scale (`torch.Tensor`, *optional*):
-            NVFP4 only: a scale shared with other layers, from [`global_scale`]. By default computed from `x` alone.
+            NVFP4 only: a scale shared with other layers, from [`global_scale`], of shape `(1,)` or `(experts, 1)`. By
+            default computed from `x` alone.
         check (`bool`, *optional*, defaults to `True`): Whether to reject NaN and infinity, which costs one read of
             `x`.
 
     Raises:
         ValueError:
-            Unknown name, unsupported dtype, an empty tensor, NaN or infinity, or a global scale for a format
-            without one.
+            Unknown name, unsupported dtype, an empty tensor, NaN or infinity, a global scale for a format without one,
+            or one of another shape.
     """
     fmt = checked(x, name, check)
     x = x.detach()
     if global_scale is None:
         parts = fmt.quantize(x)
-    elif fmt.shares_scale:
-        parts = fmt.quantize(x, global_scale)
     else:
-        raise no_global_scale(name)
+        check_global_scale(global_scale, x, name)
+        parts = fmt.quantize(x, global_scale)
     return QuantizedTensor(name, parts.values, parts.scale, x.shape, x.dtype, parts.global_scale)
 
 
@@ -158,9 +160,16 @@ def fake_quantize_activation(x: Tensor, name: str, check: bool = True) -> Tensor
     return x if q is None else q.dequantize()
 
 
-def no_global_scale(name: str) -> ValueError:
-    shared = ", ".join(repr(key) for key, value in FORMATS.items() if value.shares_scale)
-    return ValueError(f"global_scale: given for {name!r}, but only {shared} has one.")
+def check_global_scale(global_scale: Tensor, x: Tensor, name: str) -> None:
+    """Raises `ValueError` unless `x` can be quantized to the format called `name` with `global_scale`."""
+    if not FORMATS[name].shares_scale:
+        shared = ", ".join(repr(key) for key, value in FORMATS.items() if value.shares_scale)
+        raise ValueError(f"global_scale: given for {name!r}, but only {shared} has one.")
+    needed = (*x.shape[:-2], 1)
+    if global_scale.shape != needed:
+        raise ValueError(
+            f"global_scale: shape {tuple(global_scale.shape)}, but x of shape {tuple(x.shape)} needs {needed}."
+        )
 
 
 def not_finite(x: Tensor) -> ValueError:

@@ -1,5 +1,6 @@
 """
-The parts that several formats share: the base class, grouping, zero scales, the E2M1 grid, nibble packing.
+The parts that several formats share: the base class, grouping, zero scales, scales of a matrix, the E2M1 grid, nibble
+packing.
 
 Rounding rules in every file of this folder (compressed-tensors', bit for bit):
 
@@ -110,6 +111,16 @@ def amax_scale(amax: Tensor, largest: float) -> Tensor:
     """`amax / largest` in amax's dtype; the dtype's eps where that is 0, to avoid division by 0."""
     scale = quotient(amax, largest)
     return scale.masked_fill_(scale == 0, torch.finfo(scale.dtype).eps)
+
+
+def matrix_amax(x: Tensor) -> Tensor:
+    """The largest magnitude of each matrix of a weight: (1,) for (out, in), (experts, 1) for (experts, out, in)."""
+    return x.reshape(*x.shape[:-2], -1).abs().amax(-1, keepdim=True)
+
+
+def per_matrix(scale: Tensor) -> Tensor:
+    """One scale per matrix, (experts, 1), as (experts, 1, 1), which acts on (experts, out, in); (1,) as it is."""
+    return scale.unsqueeze(-1) if scale.ndim > 1 else scale
 
 
 def scaled(x: Tensor, scale: Tensor) -> Tensor:

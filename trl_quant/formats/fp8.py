@@ -5,7 +5,7 @@ FP8 in E4M3, in three granularities.
 |-----------------|--------------------------|------------|------------------------------------|
 | bits            | 8                        | 8          | 8                                  |
 | grid            | E4M3: +-448, no infinity | the same   | the same                           |
-| block of weight | output channel           | tensor     | 128 x 128                          |
+| block of weight | output channel           | matrix     | 128 x 128                          |
 | block of input  | token                    | tensor     | 128 inputs of one token            |
 | scale           | dtype of the tensor      | the same   | the same                           |
 | paper           | arXiv:2209.05433         | the same   | DeepSeek-V3 3.3 (arXiv:2412.19437) |
@@ -14,8 +14,9 @@ FP8 in E4M3, in three granularities.
     code  = E4M3(clamp(x / scale, -448, 448))
     x^    = code * scale
 
-Edge blocks of a matrix that is not a multiple of 128 are smaller; storage is not padded. `fp8_tensor` has one dynamic
-scale per input, so a token's values depend on the other tokens in its batch.
+Edge blocks of a matrix that is not a multiple of 128 are smaller; storage is not padded. `fp8_tensor` has one scale per
+weight matrix, so each expert of a weight (experts, out, in) has its own, and one dynamic scale per input, so a token's
+values depend on the other tokens in its batch.
 """
 
 from functools import cache
@@ -23,7 +24,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .common import Format, Parts, Scheme, amax_scale, group, lookup, product, scaled, ungroup
+from .common import Format, Parts, Scheme, amax_scale, group, lookup, matrix_amax, per_matrix, product, scaled, ungroup
 
 
 E4M3_MAX = 448.0
@@ -74,7 +75,10 @@ class FP8(Format):
 
 
 class FP8Tensor(FP8):
-    """E4M3 with one scale of shape `(1,)` for the whole tensor."""
+    """
+    E4M3; weights `(out, in)` with one scale `(1,)`, weights `(experts, out, in)` with scales `(experts, 1)`,
+    activations `(..., in)` with one scale `(1,)`.
+    """
 
     activations = "tensor"
     scheme = Scheme(
@@ -85,10 +89,17 @@ class FP8Tensor(FP8):
 
     @staticmethod
     def quantize(x: Tensor) -> Parts:
+        scale = amax_scale(matrix_amax(x), E4M3_MAX)
+        return Parts(encode_e4m3(x, per_matrix(scale)), scale)
+
+    @staticmethod
+    def dequantize(parts: Parts, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        return product(decode_e4m3(parts.values), per_matrix(parts.scale), dtype)
+
+    @staticmethod
+    def quantize_activation(x: Tensor) -> Parts:
         scale = amax_scale(x.abs().amax().reshape(1), E4M3_MAX)
         return Parts(encode_e4m3(x, scale), scale)
-
-    quantize_activation = quantize
 
 
 class FP8Block(Format):

@@ -14,7 +14,8 @@ NF4, weight-only.
     x^    = q_code * scale
 
 bitsandbytes' layout without double quantization: blocks run over the flattened tensor, across rows; two codes per
-byte, the first in the HIGH four bits; the last block may be shorter. As in bitsandbytes, full blocks are multiplied by
+byte, the first in the HIGH four bits; the last block may be shorter. So a block may also run across two experts of a
+weight (experts, out, in), unless out * in is a multiple of 64. As in bitsandbytes, full blocks are multiplied by
 1 / scale; a short last block is divided by scale.
 """
 

@@ -4,7 +4,7 @@ writing the dequantized values to memory.
 
 | kernel                | one program handles                 | reads, writes                                       |
 |-----------------------|-------------------------------------|-----------------------------------------------------|
-| `dequantize_kernel`   | 16 rows of 256 values               | codes and scales once; each value once              |
+| `dequantize_kernel`   | 16 rows of 256 values of a matrix   | codes and scales once; each value once              |
 | `matmul_kernel`       | one tile of Y = X Q(W)^T or X Q(W)  | codes and scales once for each tile of tokens       |
 
 Decoding takes a few instructions and no table. The three bits of an E2M1 magnitude are moved to the end of FP32's
@@ -13,6 +13,7 @@ scales are decoded the same way. Code times scale is rounded to FP32, then to th
 NF4's quantiles come from a table.
 """
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -96,6 +97,12 @@ def dequantize_kernel(
     CODES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     number: tl.constexpr = y_ptr.dtype.element_ty
+    matrix = tl.program_id(2).to(tl.int64)
+    y_ptr += matrix * rows * cols
+    values_ptr += matrix * rows * stride * (GROUP // 2)
+    scale_ptr += matrix * rows * stride
+    if global_ptr is not None:
+        global_ptr += matrix
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     first = tl.program_id(0) * COLS
     y = _numbers(
@@ -163,10 +170,10 @@ def _on_device(table: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(table, device=device)
 
 
-def _weight(q: QuantizedTensor) -> tuple[tuple, dict]:
+def _weight(q: QuantizedTensor, most_dimensions: int) -> tuple[tuple, dict]:
     """Returns a weight as arguments of both kernels: `(values, scale, global scale, table), constants`."""
     fmt = FORMATS[q.format]
-    if len(q.shape) != 2 or q.values.ndim + q.scale.ndim != 4 or not fmt.nibbles:
+    if not 2 <= len(q.shape) == q.values.ndim == q.scale.ndim <= most_dimensions or not fmt.nibbles:
         raise ValueError(
             f"q: {q.format!r} with values of shape {tuple(q.values.shape)} has no kernel; allowed are matrices with "
             "two codes in a byte and scales of each row. Use `QuantizedTensor.dequantize`."
@@ -181,7 +188,7 @@ def _weight(q: QuantizedTensor) -> tuple[tuple, dict]:
     if scale.dtype in (torch.float8_e4m3fn, torch.bfloat16):
         scale = scale.view(torch.uint8 if scale.dtype.itemsize == 1 else torch.int16)
     table = None if fmt.table is None else _on_device(fmt.table, q.device)
-    constants = {"CODES": codes, "GROUP": 2 * q.values.shape[1] // q.scale.shape[1]}
+    constants = {"CODES": codes, "GROUP": 2 * q.values.shape[-1] // q.scale.shape[-1]}
     shared = None if q.global_scale is None else q.global_scale.float()
     return (q.values, scale, shared, table), constants
 
@@ -192,20 +199,22 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
 
     Args:
         q (`QuantizedTensor`):
-            A four-bit matrix (out, in), or a part of one. The rows of the values (out, bytes) and scales (out, groups)
-            may be strided.
+            A four-bit weight (experts, out, in), or a matrix (out, in), or a part of one. The rows of a matrix's values
+            (out, bytes) and scales (out, groups) may be strided.
         dtype (`torch.dtype`, *optional*): Type of the result, by default the original type.
 
     Raises:
         ValueError: Another layout, or a tensor on a CPU.
     """
-    tensors, constants = _weight(q)
-    rows, cols = q.shape
-    y = q.values.new_empty(rows, cols, dtype=dtype or q.dtype)
-    grid = (triton.cdiv(cols, 256), triton.cdiv(rows, 16))
+    if len(q.shape) == 3:  # the kernel expects each expert right behind the one before
+        q = replace(q, values=q.values.contiguous(), scale=q.scale.contiguous())
+    tensors, constants = _weight(q, most_dimensions=3)
+    rows, cols = q.shape[-2:]
+    y = q.values.new_empty(q.shape, dtype=dtype or q.dtype)
+    grid = (triton.cdiv(cols, 256), triton.cdiv(rows, 16), q.shape[:-2].numel())
     with on(y):
         dequantize_kernel[grid](
-            y, *tensors, rows, cols, q.scale.shape[1], q.scale.stride(0), ROWS=16, COLS=256, **constants
+            y, *tensors, rows, cols, q.scale.shape[-1], q.scale.stride(-2), ROWS=16, COLS=256, **constants
         )
     return y
 
@@ -219,7 +228,8 @@ def matmul(
 
     Args:
         x (`torch.Tensor`): (tokens, in), or (tokens, out) if not `transposed`; BF16 or FP16.
-        q (`QuantizedTensor`): As in [`dequantize`]. Its values are rounded to `q.dtype`, then to the type of `x`.
+        q (`QuantizedTensor`):
+            A matrix, as in [`dequantize`]. Its values are rounded to `q.dtype`, then to the type of `x`.
         bias (`torch.Tensor`, *optional*): (out,), of the type of `x`.
         transposed (`bool`, *optional*, defaults to `True`): Whether to multiply with the weight's transpose.
         out (`torch.Tensor`, *optional*): A contiguous tensor for the result.
@@ -232,7 +242,7 @@ def matmul(
     """
     if x.dtype not in INPUTS:
         raise ValueError(f"x: dtype {x.dtype} has no kernel; allowed: {', '.join(map(str, INPUTS))}.")
-    tensors, constants = _weight(q)
+    tensors, constants = _weight(q, most_dimensions=2)
     (rows, cols), tokens, x = q.shape, len(x), x.contiguous()
     y = out
     if y is None:

@@ -5,9 +5,9 @@ Quantizers in Triton, bit-equal to `trl_quant.formats`. Most read the weight onc
 |----------------|----------------------------------|---------------------------------------------------------|
 | fp8, int8      | some rows                        | 1 (2 for rows over 32768 values, the second cached)     |
 | fp8_block      | one 128 x 128 block              | 1                                                       |
-| mxfp4          | 256 blocks of 32                 | 1                                                       |
-| fp8_tensor     | 8192 values                      | 2: the maximum of the tensor comes first                |
-| nvfp4          | 512 blocks of 16                 | 2, or 1 when the global scale is given                  |
+| mxfp4          | 256 blocks of 32 of a matrix     | 1                                                       |
+| fp8_tensor     | 8192 values of a matrix          | 2: the maximum of the matrix comes first                |
+| nvfp4          | 512 blocks of 16 of a matrix     | 2, or 1 when the global scale is given                  |
 
 The bits are equal, although some of a GPU's instructions do not follow IEEE:
 
@@ -24,8 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trl_quant.formats import FORMATS, QuantizedTensor, checked, no_global_scale, not_finite
+from trl_quant.formats import FORMATS, QuantizedTensor, check_global_scale, checked, not_finite
 from trl_quant.formats import quantize as quantize_by_torch
+from trl_quant.formats.nvfp4 import check_experts
 
 from .arithmetic import INTERPRETED, on, to_e4m3, to_int8, wide
 
@@ -187,29 +188,31 @@ def _block_kernel(x_ptr, values_ptr, scale_ptr, rows, cols):
 
 @triton.jit
 def _amax_kernel(x_ptr, amax_ptr, n, SIZE: tl.constexpr):
-    """Largest magnitude of n values, as bits, into an int32 that starts at 0."""
+    """Largest magnitude of each matrix of n values, as bits, into an int32 that starts at 0."""
+    matrix = tl.program_id(1).to(tl.int64)
     offset = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    x = tl.load(x_ptr + offset, mask=offset < n, other=0.0)
-    tl.atomic_max(amax_ptr, tl.max(_magnitude(x), axis=0))
+    x = tl.load(x_ptr + matrix * n + offset, mask=offset < n, other=0.0)
+    tl.atomic_max(amax_ptr + matrix, tl.max(_magnitude(x), axis=0))
 
 
 @triton.jit
 def _tensor_kernel(x_ptr, values_ptr, scale_ptr, amax_ptr, n, SIZE: tl.constexpr):
-    """fp8_tensor, second read: codes under the scale of the tensor's maximum."""
+    """fp8_tensor, second read: codes of a matrix of n values under the scale of its maximum."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    one = tl.zeros((1,), tl.int32)
+    matrix = tl.program_id(1).to(tl.int64)
+    one = tl.zeros((1,), tl.int32) + matrix
     scale = _amax_scale(_number(tl.load(amax_ptr + one), dtype), 448.0, dtype)
     offset = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    x = tl.load(x_ptr + offset, mask=offset < n, other=0.0)
-    tl.store(values_ptr + offset, _encode(x, scale, dtype, False), mask=offset < n)
+    x = tl.load(x_ptr + matrix * n + offset, mask=offset < n, other=0.0)
+    tl.store(values_ptr + matrix * n + offset, _encode(x, scale, dtype, False), mask=offset < n)
     if tl.program_id(0) == 0:
         tl.store(scale_ptr + one, _narrow(scale, dtype))
 
 
 @triton.jit
 def _global_scale_kernel(amax_ptr, scale_ptr, dtype: tl.constexpr):
-    """nvfp4: `formats.nvfp4.global_scale` from a maximum given as bits; NaN if that is NaN or infinity."""
-    one = tl.zeros((1,), tl.int32)
+    """nvfp4: `formats.nvfp4.global_scale` from a matrix's maximum in bits; NaN if that is NaN or infinity."""
+    one = tl.zeros((1,), tl.int32) + tl.program_id(0)
     amax = _number(tl.load(amax_ptr + one), dtype)
     reciprocal = tl.div_rn(tl.full((1,), 1.0, tl.float32), tl.maximum(amax, 2.0**-126))
     scale = _round(_round(reciprocal, dtype) * 2688.0, dtype)
@@ -229,9 +232,16 @@ def _fp4_kernel(
     BLOCK: tl.constexpr,
     COUNT: tl.constexpr,
 ):
-    """nvfp4, mxfp4: one scale per BLOCK columns; a program handles COUNT blocks. A row's last block may be short."""
+    """
+    nvfp4, mxfp4: one scale per BLOCK columns; a program handles COUNT of the `blocks` of a matrix. A row's last block
+    may be short.
+    """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     per_row = tl.cdiv(cols, BLOCK)
+    matrix = tl.program_id(1).to(tl.int64)
+    x_ptr += matrix * (blocks // per_row) * cols
+    values_ptr += matrix * blocks * (BLOCK // 2)
+    scale_ptr += matrix * blocks
     block = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
     row = block // per_row
     col = ((block - row * per_row) * BLOCK)[:, None] + tl.arange(0, BLOCK)[None, :]
@@ -240,7 +250,7 @@ def _fp4_kernel(
     amax = _number(tl.max(_magnitude(x), axis=1), dtype)
     x = wide(x)
     if NVFP4:
-        g = tl.load(global_ptr + tl.zeros((COUNT,), tl.int32))
+        g = tl.load(global_ptr + matrix + tl.zeros((COUNT,), tl.int32))
         local = g * _round(tl.div_rn(amax, tl.full((COUNT,), 6.0, tl.float32)), dtype)
         number = _e4m3_to_float32(to_e4m3(local))
         number = tl.where(number == 0, 0.125, number)
@@ -294,23 +304,30 @@ def _block(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
     down, across = triton.cdiv(rows, 128), triton.cdiv(cols, 128)
     values = torch.empty_like(x, dtype=torch.float8_e4m3fn)
     scale = x.new_empty(*x.shape[:-2], down, across)
-    _block_kernel[(across, down, x.numel() // (rows * cols))](x, values, scale, rows, cols, num_warps=8)
+    _block_kernel[(across, down, _matrices(x))](x, values, scale, rows, cols, num_warps=8)
     return values, scale
 
 
+def _matrices(x: Tensor) -> int:
+    """Returns the number of matrices of a weight: its experts, or 1."""
+    return x.shape[:-2].numel()
+
+
 def _amax(*tensors: Tensor) -> Tensor:
-    """Returns the bits of the largest magnitude of all tensors, int32 `(1,)`."""
-    amax = torch.zeros(1, dtype=torch.int32, device=tensors[0].device)
+    """Returns the bits of the largest magnitude of each matrix of all tensors, int32 `(1,)` or `(experts, 1)`."""
+    matrices = _matrices(tensors[0])
+    amax = torch.zeros(*tensors[0].shape[:-2], 1, dtype=torch.int32, device=tensors[0].device)
     for x in tensors:
-        _amax_kernel[(triton.cdiv(x.numel(), 16384),)](x, amax, x.numel(), SIZE=16384, num_warps=8)
+        n = x.numel() // matrices
+        _amax_kernel[(triton.cdiv(n, 16384), matrices)](x, amax, n, SIZE=16384, num_warps=8)
     return amax
 
 
 def _tensor(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
     values = torch.empty_like(x, dtype=torch.float8_e4m3fn)
-    scale = x.new_empty(1)
-    grid = (triton.cdiv(x.numel(), 8192),)
-    _tensor_kernel[grid](x, values, scale, _amax(x), x.numel(), SIZE=8192, num_warps=8)
+    scale = x.new_empty(*x.shape[:-2], 1)
+    n = x.numel() // _matrices(x)
+    _tensor_kernel[(triton.cdiv(n, 8192), _matrices(x))](x, values, scale, _amax(x), n, SIZE=8192, num_warps=8)
     return values, scale
 
 
@@ -318,21 +335,22 @@ def _fp4(x: Tensor, g: Tensor | None) -> tuple[Tensor, Tensor]:
     size = 32 if g is None else 16
     cols = x.shape[-1]
     per_row = triton.cdiv(cols, size)
-    blocks = x.numel() // cols * per_row
+    blocks = x.numel() // cols // _matrices(x) * per_row
     values = torch.empty(*x.shape[:-1], per_row * size // 2, dtype=torch.uint8, device=x.device)
     scale_dtype = torch.uint8 if g is None else torch.float8_e4m3fn
     scale = torch.empty(*x.shape[:-1], per_row, dtype=scale_dtype, device=x.device)
     count = 8192 // size
-    _fp4_kernel[(triton.cdiv(blocks, count),)](
+    _fp4_kernel[(triton.cdiv(blocks, count), _matrices(x))](
         x, values, scale.view(torch.uint8), g, blocks, cols, NVFP4=g is not None, BLOCK=size, COUNT=count, num_warps=8
     )
     return values, scale
 
 
 def _global_scale(*tensors: Tensor) -> Tensor:
-    scale = torch.empty(1, dtype=torch.float32, device=tensors[0].device)
+    amax = _amax(*tensors)
+    scale = torch.empty_like(amax, dtype=torch.float32)
     dtype = getattr(tl, str(tensors[0].dtype).removeprefix("torch."))
-    _global_scale_kernel[(1,)](_amax(*tensors), scale, dtype=dtype)
+    _global_scale_kernel[(amax.numel(),)](amax, scale, dtype=dtype)
     return scale
 
 
@@ -352,6 +370,7 @@ def _input(x: Tensor, name: str) -> Tensor:
 def global_scale(*tensors: Tensor) -> Tensor:
     """Computes [`trl_quant.formats.global_scale`] without waiting for the GPU; NaN if a tensor is not finite."""
     tensors = tuple(_input(x, "nvfp4") for x in tensors)
+    check_experts(*tensors)
     with on(tensors[0]):
         return _global_scale(*tensors)
 
@@ -361,7 +380,8 @@ def quantize(x: Tensor, name: str, global_scale: Tensor | None = None, check: bo
     Does the same as [`trl_quant.formats.quantize`] on a GPU: same arguments, bits and errors.
 
     Args:
-        x (`torch.Tensor`): Weight of shape `(out, in)` on a CUDA device, bfloat16, float16 or float32.
+        x (`torch.Tensor`):
+            Weight of shape `(out, in)` or `(experts, out, in)` on a CUDA device, bfloat16, float16 or float32.
         name (`str`): One of [`KERNELS`].
         global_scale (`torch.Tensor`, *optional*): NVFP4 only, from [`global_scale`].
         check (`bool`, *optional*, defaults to `True`):
@@ -372,8 +392,8 @@ def quantize(x: Tensor, name: str, global_scale: Tensor | None = None, check: bo
         ValueError: As in [`trl_quant.formats.quantize`], for a tensor on a CPU, or a format without a kernel.
     """
     x = _input(x, name)
-    if global_scale is not None and not FORMATS[name].shares_scale:
-        raise no_global_scale(name)
+    if global_scale is not None:
+        check_global_scale(global_scale, x, name)
     with on(x):
         match name:
             case "nvfp4":

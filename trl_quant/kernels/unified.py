@@ -8,9 +8,9 @@ Kernels for training in FP8 and INT8, which run before and after the products. E
 | `long_rows_kernel`| a token with many features       | the input once, then from the cache; the same             |
 | `groups_kernel`   | 128 tokens x 128 features        | the input once; codes and scales in one or both layouts   |
 | `gradient_kernel` | 2048 values                      | dY, gate and up once; their gradients                     |
-| `transpose_kernel`| 128 x 128 bytes                  | codes once                                                |
+| `transpose_kernel`| 128 x 128 bytes of a matrix      | codes once                                                |
 | `sums_kernel`     | 16 x 256 sums of an INT8 product | sums once; outputs                                        |
-| `numbers_kernel`  | 16 x 256 codes                   | codes once; dequantized values                            |
+| `numbers_kernel`  | 16 x 256 codes of a matrix       | codes once; dequantized values                            |
 
 The input of the first three may be silu(gate) up. They then read gate and up once, and write the input as well. Inputs
 may be some columns of a wider matrix: their rows are `stride` values apart.
@@ -19,6 +19,8 @@ A division by a scale takes three instructions. With r = RN(1 / s) and q = RN(x 
 remainder x - q s is exact in an FMA, and RN(q + r (x - q s)) is RN(x / s) (Markstein's theorem); x and s are far from
 FP32's smallest values wherever a code is not 0. `INVERTS` leaves the last two out: the code is then that of q.
 """
+
+from math import prod
 
 import torch
 import triton
@@ -247,7 +249,10 @@ def gradient_kernel(dy_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr, count, cols,
 
 @triton.jit
 def transpose_kernel(x_ptr, words_t_ptr, rows, cols):
-    """Transposes (rows, cols) bytes as words of four, in parts as in `groups_kernel`."""
+    """Transposes each matrix (rows, cols) of bytes as words of four, in parts as in `groups_kernel`."""
+    matrix = tl.program_id(2).to(tl.int64)
+    x_ptr += matrix * rows * cols
+    words_t_ptr += matrix * (rows // 4) * cols
     col = tl.program_id(0) * 128 + tl.arange(0, 128)
     quad = tl.program_id(1) * 32 + tl.arange(0, 32)
     offset = (quad * 4).to(tl.int64)[:, None] * cols + col[None, :]
@@ -292,7 +297,11 @@ def sums_kernel(
 def numbers_kernel(
     values_ptr, scale_ptr, y_ptr, rows, cols, INT8: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
-    """Multiplies codes (rows, cols), as bytes, with the scale of their row."""
+    """Multiplies the codes (rows, cols) of each matrix, as bytes, with the scale of their row."""
+    matrix = tl.program_id(2).to(tl.int64)
+    values_ptr += matrix * rows * cols
+    scale_ptr += matrix * rows
+    y_ptr += matrix * rows * cols
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)[None, :]
     mask = (row < rows)[:, None] & (col < cols)
@@ -411,13 +420,13 @@ def silu_mul_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
 
 
 def transpose(codes: Tensor) -> Tensor:
-    """Computes `codes.t().contiguous()` of a matrix of bytes."""
-    rows, cols = codes.shape
+    """Computes `codes.mT.contiguous()` of bytes (out, in) or (experts, out, in)."""
+    *experts, rows, cols = codes.shape
     if rows % 4:
-        return codes.t().contiguous()
-    y = codes.new_empty(cols, rows)
+        return codes.mT.contiguous()
+    y = codes.new_empty(*experts, cols, rows)
     with on(codes):
-        transpose_kernel[(triton.cdiv(cols, 128), triton.cdiv(rows, 128))](
+        transpose_kernel[(triton.cdiv(cols, 128), triton.cdiv(rows, 128), prod(experts))](
             codes.contiguous().view(torch.uint8), y.view(torch.int32), rows, cols, num_warps=8
         )
     return y
@@ -436,12 +445,12 @@ def scale_sums(sums: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | No
 
 
 def dequantize_rows(q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
-    """Computes `q.dequantize(dtype)` of a matrix in "fp8" or "int8"."""
-    rows, cols = q.shape
-    y = q.values.new_empty(rows, cols, dtype=dtype)
+    """Computes `q.dequantize(dtype)` of a weight (out, in) or (experts, out, in) in "fp8" or "int8"."""
+    *experts, rows, cols = q.shape
+    y = q.values.new_empty(q.shape, dtype=dtype)
     if y.numel():
         with on(y):
-            numbers_kernel[(triton.cdiv(cols, 256), triton.cdiv(rows, 16))](
+            numbers_kernel[(triton.cdiv(cols, 256), triton.cdiv(rows, 16), prod(experts))](
                 q.values.contiguous().view(torch.uint8), q.wide_scale.contiguous(), y, rows, cols,
                 INT8=FORMATS[q.format].integers, ROWS=16, COLS=256,
             )  # fmt: skip
