@@ -5,8 +5,9 @@ from math import isqrt
 import pytest
 import torch
 from interpreter import on_devices, rerun, reruns
+from made_up_experts import MadeUpMixture
 
-from trl_quant.rollout.fingerprint import checksum, fingerprint
+from trl_quant.rollout.fingerprint import checksum, fingerprint, whole_words
 
 
 kernels = pytest.importorskip("trl_quant.kernels.checksum")
@@ -60,6 +61,16 @@ def test_kernel_reads_no_further_than_a_tensor(device):
     assert kernels.checksums([words[:40]]).tolist() == [before] == [checksum(words[:40].cpu()).item()]
 
 
+@on_devices
+def test_kernel_reads_experts_as_one_row_of_words(device):
+    """Whole words or not: 6 experts of 15 x 7 values in BF16 end within a word."""
+    for sizes in ({}, {"experts": 6, "hidden": 7, "intermediate": 15}):
+        params = [whole_words(param.detach()) for param in MadeUpMixture(**sizes).mlp["experts"].parameters()]
+        words = [param.flatten().view(torch.int64) for param in params]
+        sums = kernels.checksums([param.to(device) for param in params])
+        assert sums.tolist() == [by_hand(row.tolist()) for row in words]
+
+
 EDITS = {
     "one row negated": lambda w: w[3].neg_(),
     "one column negated": lambda w: w[:, 3].neg_(),
@@ -89,6 +100,29 @@ def test_edits(edit, size, dtype):
     assert fingerprint(model) != before
     model[0].weight.data.copy_(saved)
     assert fingerprint(model) == before
+
+
+EDITS_OF_EXPERTS = {
+    "two experts exchanged": lambda w: w.copy_(w[[0, 2, 1]]),
+    "an expert overwritten with another": lambda w: w[1].copy_(w[2]),
+    "an expert of zeros": lambda w: w[1].zero_(),
+    "an expert negated": lambda w: w[2].neg_(),
+    "gate and up exchanged": lambda w: w.copy_(w.roll(w.shape[1] // 2, 1)),
+    "experts and rows exchanged": lambda w: w.copy_(w.mT.reshape(w.shape)),
+    "the last bit of one number": lambda w: w.view(torch.int16)[2, -1, -1].bitwise_xor_(1),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS_OF_EXPERTS)
+@pytest.mark.parametrize("hidden", [192, 7])  # whole words in each row, and not
+def test_edits_of_experts(edit, hidden):
+    model = MadeUpMixture(hidden=hidden)
+    for weight in (param.data for param in model.mlp["experts"].parameters()):
+        before, saved = fingerprint(model), weight.clone()
+        EDITS_OF_EXPERTS[edit](weight)
+        assert fingerprint(model) != before
+        weight.copy_(saved)
+        assert fingerprint(model) == before
 
 
 def test_the_tree():

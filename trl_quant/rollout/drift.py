@@ -29,9 +29,9 @@ class SampledRows(NamedTuple):
     The rows of one layer that are measured, at one sync.
 
     Attributes:
-        weight (`torch.Tensor` of shape `(rows, in)`): The policy's weight.
+        weight (`torch.Tensor` of shape `(rows, in)` or `(experts, out, in)`): The policy's weight.
         codes (`torch.Tensor` of 8- or 16-bit integers): Its quantized codes, one in each element.
-        dequantized (`torch.Tensor` of shape `(rows, in)`): The values that the codes stand for.
+        dequantized (`torch.Tensor`): The values that the codes stand for, in the shape of `weight`.
     """
 
     weight: Tensor
@@ -44,8 +44,9 @@ class WeightDrift:
     Measures a sample of the weights at each sync.
 
     The sample has about `MAX_LAYERS` trained layers, chosen by a hash of their names. A large layer contributes its
-    leading rows: whole blocks of 128 rows with at most `MAX_ELEMENTS` values, but at least one block. The sampled rows
-    and their codes are kept until the next sync. The total update needs one more copy of the sampled rows, taken at the
+    leading rows: whole blocks of 128 rows with at most `MAX_ELEMENTS` values, but at least one block. Of a large weight
+    (experts, out, in) as many leading experts are measured, or the leading rows of the first one. The sampled rows and
+    their codes are kept until the next sync. The total update needs one more copy of the sampled rows, taken at the
     first sync, and an evaluation one more until the next generation of the training.
 
     Each checkpoint holds both copies. For Qwen2.5-7B, a copy has 18M values, 36 MB in BF16; all weights take 15 GB.
@@ -92,7 +93,7 @@ class WeightDrift:
         return name in self.names
 
     def add(self, name: str, weight: Tensor) -> None:
-        """Measures a layer's weight, of shape (out, in), as it is sent to the engine."""
+        """Measures a layer's weight, of shape (out, in) or (experts, out, in), as it is sent to the engine."""
         current = self._sampled(self._rows(weight).clone())
         if name in self.resumed:
             self.compared[name] = self._sampled(self.resumed.pop(name).to(weight.device))
@@ -134,11 +135,14 @@ class WeightDrift:
         return sums.update()
 
     def _rows(self, weight: Tensor) -> Tensor:
-        """Returns the rows of a weight that are measured."""
+        """Returns the rows, or whole experts, of a weight that are measured."""
         weight = weight.detach()
         if weight.numel() <= self.MAX_ELEMENTS:
             return weight
-        return weight[: max(128, self.MAX_ELEMENTS // weight[0].numel() // 128 * 128)]
+        count = self.MAX_ELEMENTS // weight[0].numel()  # of rows or experts that fit
+        if weight.ndim > 2:
+            return weight[:count] if count else self._rows(weight[0])
+        return weight[: max(128, count // 128 * 128)]
 
     def _sampled(self, rows: Tensor) -> SampledRows:
         """Quantizes the rows of a weight."""
