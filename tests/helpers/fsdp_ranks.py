@@ -92,10 +92,10 @@ def codes(trainer, precision: str) -> dict:
     of how many the codes are in memory between the two passes, and after them.
     """
     from trl_quant.formats import quantize
-    from trl_quant.layers import joint
+    from trl_quant.layers import eager
 
     names = ("product", "input_gradient", "input_and_weight_gradient")
-    products = {name: getattr(joint, name) for name in names}
+    products = {name: getattr(eager, name) for name in names}
     forward, backward, alive = [], [], []
     for name, function in products.items():
 
@@ -104,7 +104,7 @@ def codes(trainer, precision: str) -> dict:
             alive.append(weakref.ref(w))
             return function(x, w, *args)
 
-        setattr(joint, name, multiply)
+        setattr(eager, name, multiply)
     engine = trainer.vllm_generation.engine
     layers = engine.weights.unified(precision)
     trainer.model.train()
@@ -113,7 +113,7 @@ def codes(trainer, precision: str) -> dict:
     logits.sum().backward()
     trainer.model.zero_grad()
     for name, function in products.items():
-        setattr(joint, name, function)
+        setattr(eager, name, function)
     after = sum(w() is not None for w in alive)
     sent = dict(engine.quantized_as_trained(engine.policy_stream()))
     sent = [sent[f"{name}.weight"] for name in layers]

@@ -11,8 +11,9 @@ from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 from torch import nn
 
-from trl_quant.layers import UnifiedLinear, joint, unified
-from trl_quant.layers.joint import Joint, side_by_side
+from trl_quant.layers import UnifiedLinear, eager, unified
+from trl_quant.layers.eager import side_by_side
+from trl_quant.layers.joint import Joint
 from trl_quant.layers.products import quantize_for_both, quantize_gradient, quantize_input
 from trl_quant.policy.unified import unify
 from trl_quant.precisions import unified_flows
@@ -128,8 +129,8 @@ def test_adapters_of_some(precision):
 
 def test_one_product_for_q_k_v_and_one_for_gate_and_up(monkeypatch):
     made = []
-    product = joint.product
-    monkeypatch.setattr(joint, "product", lambda x, w, *others: made.append(tuple(w.shape)) or product(x, w, *others))
+    product = eager.product
+    monkeypatch.setattr(eager, "product", lambda x, w, *others: made.append(tuple(w.shape)) or product(x, w, *others))
     for config in (None, LoraConfig(r=4, target_modules="all-linear")):
         model = tiny_model(seed=3)
         sizes = model.config

@@ -4,6 +4,7 @@ import copy
 import pickle
 import shutil
 from functools import partial
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -19,8 +20,8 @@ from training import config, lora, make
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.layers import FrozenLinear, UnifiedLinear, traced, weight_only
-from trl_quant.layers.joint import Joint
+from trl_quant.layers import FrozenLinear, UnifiedLinear, products, traced, weight_only
+from trl_quant.layers.joint import WAITING, Joint
 from trl_quant.policy.adapters import UnifiedLoraLinear, with_frozen_layers
 from trl_quant.policy.unified import restore, unify
 from trl_quant.precisions import qat_precisions, unified_flows
@@ -194,8 +195,9 @@ def test_a_decoder_layer_is_one_graph(precision, kind, checkpointing):
 @pytest.mark.parametrize("used", ["quantize_input", "product", "input_gradient"])
 def test_layers_that_share_an_input_are_one_product(used):
     model, calls = policy("fp8", "merged"), []
-    function, regions = getattr(traced, used), compile_regions(model, backend="aot_eager")
-    with patch.object(traced, used, lambda *args: calls.append(args) or function(*args)):
+    function, regions = getattr(products, used), compile_regions(model, backend="aot_eager")
+    counting = {used: lambda *args: calls.append(args) or function(*args)}
+    with patch.object(traced, "products", SimpleNamespace(**vars(products) | counting)):
         update(model, regions)
     assert len(calls) == 4 * model.config.num_hidden_layers  # q, k and v; o; gate and up; down
 
@@ -244,7 +246,7 @@ def test_a_graph_that_ends_between_layers_with_one_input():
         with torch.no_grad():
             model.layers[1].weight.mul_(0.5)
     function(x)
-    assert getattr(x, traced.WAITING) == []
+    assert getattr(x, WAITING) == []
 
 
 def test_checkpointing_inside_of_a_graph():
@@ -292,8 +294,8 @@ def test_inductor_keeps_the_bits_if_it_keeps_the_roundings():
     ],
 )
 def test_a_run_equals_one_without_the_compiler(tmp_path, precision, kind, of):
-    room, used, products = (traced, "product", 4) if precision in FLOWS else (weight_only, "codes_of", 7)
-    function, expected = getattr(room, used), products * tiny_model().config.num_hidden_layers
+    room, products_of_a_layer = (traced, 4) if precision in FLOWS else (weight_only, 7)
+    function, expected = room.codes_of, products_of_a_layer * tiny_model().config.num_hidden_layers
 
     def run(compiles: bool) -> dict[str, torch.Tensor]:
         options = {"torch_compile": True, "torch_compile_backend": "aot_eager"} if compiles and of == "model" else {}
@@ -311,7 +313,7 @@ def test_a_run_equals_one_without_the_compiler(tmp_path, precision, kind, of):
             if compiles and of == "each layer" and isinstance(module, GradientCheckpointingLayer):
                 module.compile(backend="aot_eager")
         calls = []
-        with patch.object(room, used, lambda *args: calls.append(args) or function(*args)):
+        with patch.object(room, "codes_of", lambda *args: calls.append(args) or function(*args)):
             trainer.train()
         assert len(calls) >= 2 * expected if compiles else not calls
         return {name.replace("_orig_mod.", ""): p.detach() for name, p in trainer.model.named_parameters()}

@@ -27,28 +27,30 @@ gradients, and the adapter adds to Y_i and dX:
 For the backward pass, all layers together save X once: as codes of one byte each, or as X itself if an adapter beside
 the base reads it. Weights and merged adapters are not saved: the backward pass reads them again. In `fp8`, a token has
 one scale for all of [dY_1 ... dY_n].
+
+Without a compiler, [`eager`] multiplies codes that the layers hold. Under torch.compile, [`traced`] puts operators into
+the graph, which ask the layers for their codes when they run.
 """
 
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from ..formats import FORMATS, QuantizedTensor
 from ..formats.fp8 import BLOCK
-from . import weight_only
-from .inputs import autocast_dtype, counts_writes, quantized
+from . import eager, traced, weight_only
+from .inputs import autocast_dtype, counts_writes
 from .operand import Operand
-from .products import dequantize, input_and_weight_gradient, input_gradient, joint_bias, product
-from .traced import traced
 
 
-def compute(x: Tensor, operands: Sequence[Operand], weight: Callable[[], QuantizedTensor]) -> tuple[Tensor, ...]:
+def compute(
+    x: Tensor, operands: Sequence[Operand], weight: Callable[[], QuantizedTensor] | None, number: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """
     Computes layers that share an input.
 
@@ -57,7 +59,10 @@ def compute(x: Tensor, operands: Sequence[Operand], weight: Callable[[], Quantiz
         operands (`Sequence[Operand]`):
             The layers. Either weights get gradients or there are adapters, not both, and either all adapters are merged
             or none.
-        weight (`Callable`): Returns the codes of all layers, concatenated along the outputs: (sum of out, in).
+        weight (`Callable`, *optional*):
+            Returns the codes of all layers, concatenated along the outputs: (sum of out, in). `None` under
+            torch.compile.
+        number (`torch.Tensor`, *optional*): Under torch.compile, the number of one of the layers.
 
     Returns:
         `tuple[torch.Tensor, ...]`: (..., out) of each layer, in the type of `x` or autocast's. A result with at least
@@ -74,88 +79,111 @@ def compute(x: Tensor, operands: Sequence[Operand], weight: Callable[[], Quantiz
     adapted = [i for i, operand in enumerate(operands) if operand.a is not None]
     constants = _Constants(
         dtype,
+        operands[0].layer.format,
         weight,
-        operands,
+        [operand.layer.out_features for operand in operands],
         adapted,
+        [operands[i].scaling for i in adapted],
         trains=any(operand.trains for operand in operands),
-        unmerged=any(not operands[i].merged for i in adapted),
-        sizes=[operand.layer.out_features for operand in operands],
+        merged=all(operands[i].merged for i in adapted),
     )
-    return _Joint.apply(x, constants, *tensors)
+    return _Joint.apply(x, number, constants, *tensors)
 
 
 class _Constants(NamedTuple):
     """
     The arguments of a joint product that are not tensors, as in [`compute`]. `adapted` are the indices of the operands
-    with an adapter; `trains` says whether weights get gradients, `unmerged` whether there are adapters that are not
-    merged.
+    with an adapter, `scalings` their factors s; `trains` says whether weights get gradients.
     """
 
     dtype: torch.dtype
-    weight: Callable[[], QuantizedTensor]
-    operands: Sequence[Operand]
-    adapted: Sequence[int]
-    trains: bool
-    unmerged: bool
+    format: str
+    weight: Callable[[], QuantizedTensor] | None
     sizes: Sequence[int]
+    adapted: Sequence[int]
+    scalings: Sequence[float]
+    trains: bool
+    merged: bool
+
+    def products(self, number: Tensor | None, features: int) -> tuple:
+        """Returns the module that multiplies, and the weight (sum of out, in) that its functions take."""
+        if number is None:
+            return eager, self.weight()
+        return traced, traced.Weight(number, len(self.sizes) > 1, self.format, (sum(self.sizes), features))
 
 
 class _Joint(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, constants, *tensors):
-        w = constants.weight()
-        q, for_backward = quantized(x, constants.dtype, w.format, both=constants.trains)
+    def forward(ctx, x, number, constants, *tensors):
+        weights, biases, a, b = (tensors[i::4] for i in range(4))
+        by, w = constants.products(number, x.shape[-1])
+        q, for_backward = by.quantized(x, constants.dtype, constants.format, both=constants.trains)
         # Y (T, sum of out) = Q(X) (T, in) @ Q(W)^T (in, sum of out) + b
-        y = product(q, w, joint_bias(tensors[1::4], constants.sizes), constants.dtype)
+        y = by.product(q, w, by.joint_bias(biases, constants.sizes), constants.dtype)
         # The backward pass needs nothing of X, or its codes and scales, or X itself with H = X (s A)^T
-        columns, kept, ctx.codes = y.split_with_sizes(constants.sizes, 1), (), None
-        if constants.unmerged:
-            flat, adapters = (
-                x.detach().reshape(-1, x.shape[-1]).to(constants.dtype),
-                _adapters(constants, constants.dtype),
-            )
-            kept = flat, _add_branches([columns[i] for i in constants.adapted], flat, adapters), *adapters
+        columns, kept = list(y.split_with_sizes(constants.sizes, 1)), ()
+        if not constants.merged:
+            flat = x.detach().reshape(-1, x.shape[-1]).to(constants.dtype)
+            # H (T, sum of ranks) = X (T, in) @ (s A)^T (in, sum of ranks)
+            h = flat @ _scaled(a, constants, constants.dtype).t()
+            for i, h_i in zip(constants.adapted, h.split_with_sizes(_ranks(a, constants), 1), strict=True):
+                # Y_i (T, out_i) += H_i (T, rank_i) @ B_i^T (rank_i, out_i)
+                columns[i] = by.add_product(columns[i], h_i, b[i].to(constants.dtype).t())
+            kept = flat, h
         elif constants.trains or constants.adapted:
             codes = for_backward if constants.trains else q
-            kept, ctx.codes = (codes.values, codes.scale), (codes.format, codes.shape, codes.dtype)
-        ctx.constants = constants
-        ctx.save_for_backward(*kept)
+            kept = codes.values, codes.scale
+        ctx.constants, ctx.shape = constants, x.shape
+        ctx.weight_dtypes = [None if weight is None else weight.dtype for weight in weights]
+        ctx.save_for_backward(number, *a, *b, *kept)
         # Attention saves v for the backward pass, and a column would keep the memory of q and k too
         columns = (column if 2 * column.shape[1] >= y.shape[1] else column.contiguous() for column in columns)
         return tuple(column.view(*x.shape[:-1], column.shape[1]) for column in columns)
 
     @staticmethod
     def backward(ctx, *dys):
-        shape, constants, kept = dys[0].shape[:-1], ctx.constants, ctx.saved_tensors
-        w = constants.weight()
+        constants, (number, *saved), n = ctx.constants, ctx.saved_tensors, len(dys)
+        a, b, kept = saved[:n], saved[n : 2 * n], saved[2 * n :]
+        by, w = constants.products(number, ctx.shape[-1])
+        wants_x, wants = ctx.needs_input_grad[0], ctx.needs_input_grad[3:]
         dys = [dy.reshape(-1, size) for dy, size in zip(dys, constants.sizes, strict=True)]
-        dy, dx, dw = side_by_side(dys), None, None
-        wants_x, wants = ctx.needs_input_grad[0], ctx.needs_input_grad[2:]
+        dy, dx, dw = by.side_by_side(dys), None, None
         x = h = None  # H = X (s A)^T, if the forward pass kept it
-        if constants.unmerged:
-            x, h, *adapters = kept
-        elif ctx.codes is not None:
-            format, *rest = ctx.codes
-            x = QuantizedTensor(format, *kept, *rest)
+        if not constants.merged:
+            x, h = kept
+        elif kept:
+            x = QuantizedTensor(constants.format, *kept, kept[0].shape, constants.dtype)
         if constants.trains:
             # dX (T, in) = dY (T, sum of out) @ Q(W) (sum of out, in); dW (sum of out, in) = dY^T @ Q(X)
             if in_groups(w):
-                dx, dw = input_and_weight_gradient(dy, w, x, dy.dtype)
+                dx, dw = by.input_and_weight_gradient(dy, w, x)
             else:
-                dx, dw = input_gradient(dy, w) if wants_x else None, dy.t() @ dequantize(x, dy.dtype)
-            dw = dw.split(constants.sizes)
+                dx, dw = by.input_gradient(dy, w) if wants_x else None, dy.t() @ by.dequantize(x, dy.dtype)
+            dw = dw.split_with_sizes(constants.sizes)
         elif wants_x:
-            dx = input_gradient(dy, w)
+            dx = by.input_gradient(dy, w)
         adapter_gradients = {}
         if constants.adapted:
-            adapters = adapters if constants.unmerged else _merged_adapters(w, constants, dy.dtype)
-            adapter_gradients = _adapter_gradients(dys, x, h, constants, adapters, dx if constants.unmerged else None)
-        gradients = [dx.view(*shape, dx.shape[1]) if wants_x else None, None]
+            scaled = _scaled(a, constants, dy.dtype)
+            # dH_i (T, rank_i) = dY_i (T, out_i) @ B_i (out_i, rank_i)
+            dh = [dys[i] @ b[i].to(dy.dtype) for i in constants.adapted]
+            dh = dh[0] if len(dh) == 1 else torch.cat(dh, 1)
+            if constants.merged:
+                x = by.dequantize(x, dy.dtype)
+                h = x @ scaled.t()
+            elif wants_x:
+                dx = by.add_product(dx, dh, scaled)  # dX (T, in) += dH (T, sum of ranks) @ s A (sum of ranks, in)
+            ranks = _ranks(a, constants)
+            # dA (sum of ranks, in) = s dH^T @ X; dB_i (out_i, rank_i) = dY_i^T @ H_i
+            das, hs = (dh.t() @ x).split_with_sizes(ranks), h.split_with_sizes(ranks, 1)
+            for i, s, da, h_i in zip(constants.adapted, constants.scalings, das, hs, strict=True):
+                adapter_gradients[i] = da.to(a[i].dtype) * s, (dys[i].t() @ h_i).to(b[i].dtype)
+        gradients = [dx.view(ctx.shape) if wants_x else None, None, None]
         for i, column in enumerate(dys):
             wants_weight, wants_bias, wants_a, wants_b = wants[4 * i : 4 * i + 4]
             da, db = adapter_gradients.get(i, (None, None))
             gradients += (
-                dw[i] if wants_weight else None,
+                dw[i].to(ctx.weight_dtypes[i]) if wants_weight else None,
                 column.sum(0) if wants_bias else None,
                 da if wants_a else None,
                 db if wants_b else None,
@@ -163,104 +191,15 @@ class _Joint(torch.autograd.Function):
         return tuple(gradients)
 
 
-def _adapters(constants: _Constants, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Returns, in `dtype`, the concatenated s A of all adapters, (sum of ranks, in), and then each B."""
-    a, b = [constants.operands[i].a for i in constants.adapted], [constants.operands[i].b for i in constants.adapted]
-    scaling = _scaling(constants, tuple(map(len, a)), a[0].device)
-    a = a[0] if len(a) == 1 else torch.cat(a)
-    return (a * scaling).to(a.dtype).to(dtype), *(matrix.to(dtype) for matrix in b)
+def _scaled(a: Sequence[Tensor | None], constants: _Constants, dtype: torch.dtype) -> Tensor:
+    """Returns, in `dtype`, the concatenated s A of all adapters: (sum of ranks, in)."""
+    scaled = [(a[i] * s).to(dtype) for i, s in zip(constants.adapted, constants.scalings, strict=True)]
+    return scaled[0] if len(scaled) == 1 else torch.cat(scaled)
 
 
-def _scaling(constants: _Constants, ranks: tuple[int, ...], device: torch.device) -> Tensor:
-    """Returns the factor s of each row of the first tensor of [`_adapters`], (sum of ranks, 1), in FP32."""
-    return _column(tuple(constants.operands[i].scaling for i in constants.adapted), ranks, device)
-
-
-# Codes of a sum of weights and adapters -> those adapters, in the type of the last backward pass
-_merged: WeakKeyDictionary[QuantizedTensor, tuple[Tensor, ...]] = WeakKeyDictionary()
-
-
-def _merged_adapters(w: QuantizedTensor, constants: _Constants, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Returns [`_adapters`]. Keeps them until the codes `w`, into which they are merged, are freed."""
-    found = _merged.get(w)
-    if found is None or found[0].dtype != dtype:
-        found = _merged[w] = _adapters(constants, dtype)
-    return found
-
-
-def _add_branches(ys: Sequence[Tensor], x: Tensor, adapters: Sequence[Tensor]) -> Tensor:
-    """Adds each adapter's product to its part of `ys`, and returns X (s A)^T of all adapters, (T, sum of ranks)."""
-    a, *b = adapters
-    h = x @ a.t()  # H (T, sum of ranks) = X (T, in) @ (s A)^T (in, sum of ranks)
-    for y, branch, matrix in zip(ys, h.split([matrix.shape[1] for matrix in b], 1), b, strict=True):
-        y.addmm_(branch, matrix.t())  # Y_i (T, out_i) += H_i (T, rank_i) @ B_i^T (rank_i, out_i)
-    return h
-
-
-def _adapter_gradients(
-    dys: Sequence[Tensor],
-    x: QuantizedTensor | Tensor,
-    h: Tensor | None,
-    constants: _Constants,
-    adapters: Sequence[Tensor],
-    dx: Tensor | None,
-) -> dict[int, tuple[Tensor, Tensor]]:
-    """
-    Returns dA and dB by the index of the operand. If `dx` is given, adds to it the gradient that reaches X through the
-    adapters. All of them share the products with X; `h` is X (s A)^T if it is known.
-    """
-    a, *b = adapters
-    # dH_i (T, rank_i) = dY_i (T, out_i) @ B_i (out_i, rank_i)
-    dh = [dys[i] @ matrix for i, matrix in zip(constants.adapted, b, strict=True)]
-    dh = dh[0] if len(dh) == 1 else torch.cat(dh, 1)
-    if dx is not None:
-        dx.addmm_(dh, a)  # dX (T, in) += dH (T, sum of ranks) @ s A (sum of ranks, in)
-    if h is None:
-        x = dequantize(x, dh.dtype)
-        h = x @ a.t()
-    ranks = tuple(matrix.shape[1] for matrix in b)
-    # dA (sum of ranks, in) = s dH^T @ X; dB_i (out_i, rank_i) = dY_i^T @ H_i
-    da = (dh.t() @ x * _scaling(constants, ranks, x.device)).split_with_sizes(ranks)
-    return {
-        i: (da_i.to(constants.operands[i].a.dtype), (dys[i].t() @ h_i).to(constants.operands[i].b.dtype))
-        for i, da_i, h_i in zip(constants.adapted, da, h.split_with_sizes(ranks, 1), strict=True)
-    }
-
-
-@cache
-def _column(numbers: tuple[float, ...], times: tuple[int, ...], device: torch.device) -> Tensor:
-    """Returns each number, repeated by its entry of `times`, as a column (sum of times, 1) in FP32."""
-    repeated = [number for number, n in zip(numbers, times, strict=True) for _ in range(n)]
-    return torch.tensor(repeated, dtype=torch.float32, device=device)[:, None]
-
-
-def side_by_side(matrices: list[Tensor]) -> Tensor:
-    """
-    Concatenates matrices (T, n_i) to (T, sum of n_i). Nothing is copied if they already are adjacent columns of one
-    matrix, in this order.
-    """
-    first, width, at = matrices[0], sum(matrix.shape[1] for matrix in matrices), matrices[0].storage_offset()
-    for matrix in matrices:
-        is_next = matrix.storage_offset() == at and matrix.stride() == (width, 1)
-        if not is_next or matrix.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-            return matrices[0] if len(matrices) == 1 else torch.cat(matrices, 1)
-        at += matrix.shape[1]
-    return first.as_strided((len(first), width), (width, 1))
-
-
-def below_each_other(matrices: Sequence[Tensor]) -> Tensor:
-    """
-    Concatenates matrices (n_i, in) to (sum of n_i, in). Nothing is copied if they already are adjacent rows of one
-    contiguous matrix, in this order.
-    """
-    first, at, rows = matrices[0], matrices[0].storage_offset(), sum(map(len, matrices))
-    for matrix in matrices:
-        is_next = matrix.storage_offset() == at and matrix.is_contiguous()
-        if not is_next or matrix.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-            bits = torch.uint8 if first.itemsize == 1 else first.dtype  # `cat` does not take FP8 everywhere
-            return torch.cat([matrix.view(bits) for matrix in matrices]).view(first.dtype)
-        at += matrix.numel()
-    return first.as_strided((rows, first.shape[1]), (first.shape[1], 1))
+def _ranks(a: Sequence[Tensor | None], constants: _Constants) -> list[int]:
+    """Returns the rank of each adapter."""
+    return [len(a[i]) for i in constants.adapted]
 
 
 def in_groups(w: QuantizedTensor) -> bool:
@@ -276,10 +215,13 @@ def output(x: Tensor, operand: Operand, number: Tensor) -> Tensor:
     """
     if not operand.layer.quantizes_inputs:
         return weight_only.output(x, operand, number)
-    if torch.compiler.is_compiling():
-        return traced(x, operand, number)
     joint = operand.layer.joint
+    if torch.compiler.is_compiling():
+        return compute(x, [operand], None, number)[0] if joint is None else joint.traced_output(x, operand, number)
     return compute(x, [operand], operand.codes)[0] if joint is None else joint.output(x, operand)
+
+
+WAITING = "_waiting_outputs"  # attribute of an input under torch.compile: outputs whose layers have not been called yet
 
 
 class _Waiting(NamedTuple):
@@ -339,6 +281,19 @@ class Joint:
         self.waiting = _Waiting(weakref.ref(x, self._drop), call, made)
         return y
 
+    def traced_output(self, x: Tensor, operand: Operand, number: Tensor) -> Tensor:
+        """
+        As [`output`], under torch.compile. The outputs wait in an attribute of `x`: the compiler allows no writes to
+        other objects under gradient checkpointing.
+        """
+        waiting = getattr(x, WAITING, [])
+        if all(layer is not operand.layer for layer, _ in waiting):
+            operands = self.together(operand)
+            outputs = compute(x, operands, None, number)
+            waiting = [(each.layer, y) for each, y in zip(operands, outputs, strict=True)]
+        setattr(x, WAITING, [(layer, y) for layer, y in waiting if layer is not operand.layer])
+        return next(y for layer, y in waiting if layer is operand.layer)
+
     def together(self, operand: Operand) -> list[Operand]:
         """Returns the operands of all layers, or `operand` alone if its layer must be computed alone."""
         operands = [layer.operand() for layer in self.layers] if all(map(_is_free, self.layers)) else []
@@ -353,7 +308,7 @@ class Joint:
         held = [operand.codes() for operand in operands]
         if self._joint is None or any(one is not other for one, other in zip(held, self._held, strict=True)):
             self._joint = None  # frees the old codes first
-            values = below_each_other([q.values for q in held])
+            values = eager.below_each_other([q.values for q in held])
             with torch.autocast(values.device.type, enabled=False):  # which refuses to join scales in FP16
                 scale = torch.cat([q.scale for q in held])
             shape = torch.Size((len(values), held[0].shape[1]))

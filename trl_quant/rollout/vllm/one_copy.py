@@ -30,7 +30,7 @@ from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from ...formats import FORMATS
 from ...formats.fp8 import BLOCK
 from ...layers import FrozenLinear
-from ...layers.joint import below_each_other
+from ...layers.eager import below_each_other
 from ...layers.marlin import TILE_OUT
 from ...trl_seams import exchanged
 from ..weights import PolicyWeights
