@@ -33,7 +33,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from trl_quant.formats import quantize
 from trl_quant.formats.fp8 import FP8Block
-from trl_quant.layers import UnifiedLinear, products
+from trl_quant.layers import UnifiedLinear, products, quantizers
 from trl_quant.layers.gated import silu_mul
 from trl_quant.layers.norm import FusedRMSNorm
 from trl_quant.precisions import unified_flows
@@ -126,18 +126,18 @@ def parts_of(shape: tuple[int, int], tokens: int, precision: str) -> tuple[dict,
         from trl_quant.kernels.quantize import quantize as quantize_weight
     else:
         quantize_weight = quantize
-    w, q = quantize_weight(weight, precision, check=False), products.quantize_input(x, precision)
+    w, q = quantize_weight(weight, precision, check=False), quantizers.quantize_input(x, precision)
     calls = {
         "quantize": lambda: quantize_weight(weight, precision, check=False),
-        "x": lambda: products.quantize_input(x, precision),
+        "x": lambda: quantizers.quantize_input(x, precision),
         "Y": lambda: products.product(q, w, None, x.dtype),
     }
     if precision == "fp8_block":
-        small, w_t = products.LEAST_GRADIENT, products.transposed(w)
-        (rows, columns), (_, x_t) = products.quantize_for_both(dy, small), products.quantize_for_both(x)
+        small, w_t = quantizers.LEAST_GRADIENT, products.transposed(w)
+        (rows, columns), (_, x_t) = quantizers.quantize_for_both(dy, small), quantizers.quantize_for_both(x)
         calls |= {
-            "x, both": lambda: products.quantize_for_both(x),
-            "dy, both": lambda: products.quantize_for_both(dy, small),
+            "x, both": lambda: quantizers.quantize_for_both(x),
+            "dy, both": lambda: quantizers.quantize_for_both(dy, small),
             "transpose": lambda: products.transposed(w),
             "dX": lambda: products.product(rows, w_t, None, dy.dtype),
             "dW": lambda: products.weight_gradient(columns, x_t, dy.dtype),
@@ -187,7 +187,7 @@ def passes_of(tokens: int, features: int) -> dict:
     from trl_quant.kernels import unified as kernels
 
     x, up, dy, y = (bfloat16(tokens, features) for _ in range(4))
-    codes, small = products.quantize_input(x, "fp8_block").values, FP8Block.least_amax
+    codes, small = quantizers.quantize_input(x, "fp8_block").values, FP8Block.least_amax
     ways = ({"num_warps": 4}, {"num_warps": 8}, {"num_warps": 16}, {"num_warps": 16, "maxnreg": 64})
 
     def launched(way: dict, both: bool, up: torch.Tensor | None):
@@ -205,21 +205,21 @@ def passes_of(tokens: int, features: int) -> dict:
             how = " ".join(map(str, way.values()))
             calls[f"{name}: {how}"] = count, lambda way=way, both=both, given=given: launched(way, both, given)
         if given is not None:
-            apart = products.quantize_for_both if both else lambda x: products.quantize_input(x, "fp8_block")
+            apart = quantizers.quantize_for_both if both else lambda x: quantizers.quantize_input(x, "fp8_block")
             calls[f"{name}: torch's, then codes"] = count, lambda apart=apart: apart(F.silu(x) * up)
         elif both:
             calls[f"{name}: one after the other"] = (
                 count,
                 lambda: (
-                    products.quantize_input(x, "fp8_block"),
-                    products.quantize_input(x.t().contiguous(), "fp8_block"),
+                    quantizers.quantize_input(x, "fp8_block"),
+                    quantizers.quantize_input(x.t().contiguous(), "fp8_block"),
                 ),
             )
     for format in ("fp8", "int8"):
-        calls[format] = 3, lambda format=format: products.quantize_input(x, format)
+        calls[format] = 3, lambda format=format: quantizers.quantize_input(x, format)
         rows = lambda format=format: kernels.rows(x, format, True, up)  # noqa: E731
         calls[f"silu, {format}"] = 7, rows
-        apart = lambda format=format: products.quantize_input(F.silu(x) * up, format)  # noqa: E731
+        apart = lambda format=format: quantizers.quantize_input(F.silu(x) * up, format)  # noqa: E731
         calls[f"silu, {format}: torch's, then codes"] = 7, apart
     leaves = [each.clone().requires_grad_() for each in (x, up)]
     calls["gradients of silu"] = 10, lambda: kernels.silu_mul_backward(dy, x, up)
@@ -232,7 +232,7 @@ def passes_of(tokens: int, features: int) -> dict:
             lambda norm=norm: torch.autograd.grad(norm(leaves[0]), [leaves[0], norm.weight], dy),
         )
         for format in unified_flows():
-            apart = lambda norm=norm, format=format: products.quantize_input(norm(x), format)  # noqa: E731
+            apart = lambda norm=norm, format=format: quantizers.quantize_input(norm(x), format)  # noqa: E731
             calls[f"norm: {name}, then {format}"] = 5, apart
     for format in unified_flows():
         fed = FusedRMSNorm(theirs, layer_of((features, 128), format, False))
@@ -240,7 +240,7 @@ def passes_of(tokens: int, features: int) -> dict:
     return calls
 
 
-def quantizers(args, results: dict, deadline: float) -> None:
+def time_quantizers(args, results: dict, deadline: float) -> None:
     from trl_quant.kernels import unified as kernels
 
     usual = dict(kernels.LAUNCH)
@@ -316,7 +316,7 @@ def blocks(args, results: dict, deadline: float) -> None:
                     results[f"{block} {tokens} {kind} {precision}"] = {"ms": [1e3 * way for way in ways]}
 
 
-PARTS = {"layers": layers, "parts": parts, "quantizers": quantizers, "blocks": blocks}
+PARTS = {"layers": layers, "parts": parts, "quantizers": time_quantizers, "blocks": blocks}
 
 
 def main() -> None:

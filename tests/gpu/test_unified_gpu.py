@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from trl_quant.formats import QuantizedTensor, quantize, quantize_activation
 from trl_quant.formats.fp8 import FP8Block
-from trl_quant.layers import UnifiedLinear, products
+from trl_quant.layers import UnifiedLinear, products, quantizers
 from trl_quant.layers.gated import silu_mul
 from trl_quant.layers.joint import Joint
 from trl_quant.precisions import unified_flows, with_products
@@ -68,15 +68,15 @@ def differing(ours: QuantizedTensor, values: torch.Tensor, scale: torch.Tensor) 
 @pytest.mark.parametrize("shape", [(4096, 4096), (1000, 14336), (3, 128), (129, 40), (2, 40000)])
 def test_inputs_equal_the_twins(shape, dtype):
     x = matrix(*shape, dtype)
-    twins = {"fp8": products.quantize_fp8(x), "int8": products.quantize_int8(x, on_cuda=True)}
+    twins = {"fp8": quantizers.quantize_fp8(x), "int8": quantizers.quantize_int8(x, on_cuda=True)}
     twins["fp8_tensor"] = quantize_activation(x, "fp8_tensor")
     for format, twin in twins.items():
-        assert differing(products.quantize_input(x.cuda(), format), twin.values, twin.scale) == 0, format
-    for amax in (products.LEAST_GRADIENT, FP8Block.least_amax):
-        twins = products.quantize_groups_for_both(x, amax)
-        for ours, twin in zip(products.quantize_for_both(x.cuda(), amax), twins, strict=True):
+        assert differing(quantizers.quantize_input(x.cuda(), format), twin.values, twin.scale) == 0, format
+    for amax in (quantizers.LEAST_GRADIENT, FP8Block.least_amax):
+        twins = quantizers.quantize_groups_for_both(x, amax)
+        for ours, twin in zip(quantizers.quantize_for_both(x.cuda(), amax), twins, strict=True):
             assert ours.shape == twin.shape and differing(ours, twin.values, twin.scale) == 0
-    assert differing(products.quantize_input(x.cuda(), "fp8_block"), twins[0].values, twins[0].scale) == 0
+    assert differing(quantizers.quantize_input(x.cuda(), "fp8_block"), twins[0].values, twins[0].scale) == 0
 
 
 def test_every_pair_of_bf16_mantissas():
@@ -84,14 +84,14 @@ def test_every_pair_of_bf16_mantissas():
     mantissas = 1 + torch.arange(128) / 128
     x = (mantissas[None, :] * torch.tensor([2.0**-k for k in range(1, 9)])[:, None]).flatten()
     rows = torch.cat([mantissas[:, None], x.repeat(128, 1)], 1).bfloat16()
-    for format, twin in (("fp8", products.quantize_fp8(rows)), ("int8", products.quantize_int8(rows, True))):
-        assert differing(products.quantize_input(rows.cuda(), format), twin.values, twin.scale) == 0
+    for format, twin in (("fp8", quantizers.quantize_fp8(rows)), ("int8", quantizers.quantize_int8(rows, True))):
+        assert differing(quantizers.quantize_input(rows.cuda(), format), twin.values, twin.scale) == 0
     groups = torch.cat(
         [mantissas[:, None, None].expand(128, 9, 1), x[: 9 * 113].view(1, 9, 113).expand(128, 9, 113)], 2
     )
     groups = torch.nn.functional.pad(groups, (0, 14)).flatten(1).bfloat16()
-    twin = products.quantize_groups(groups, FP8Block.least_amax)
-    assert differing(products.quantize_input(groups.cuda(), "fp8_block"), twin.values, twin.scale) == 0
+    twin = quantizers.quantize_groups(groups, FP8Block.least_amax)
+    assert differing(quantizers.quantize_input(groups.cuda(), "fp8_block"), twin.values, twin.scale) == 0
 
 
 def test_transposed_weight():
@@ -117,7 +117,7 @@ def test_numbers(format):
 def test_product_equals_the_twin(format, dtype, monkeypatch):
     for tokens, outputs, inputs in SHAPES:
         x, w = matrix(tokens, inputs, dtype), quantize(matrix(outputs, inputs, dtype, 1) / 64, format)
-        q = products.quantize_input(x, format)
+        q = quantizers.quantize_input(x, format)
         for bias in (None, matrix(3, outputs, dtype, 2)[0]):
             right = products.product(q, w, bias, dtype)
             for fast in (False, True) if format in ("fp8", "fp8_tensor") else (False,):
@@ -142,9 +142,9 @@ def test_gradients_equal_the_twins(format):
             print(f"{case}: dX {sqnr(given, right):.0f} dB")
             assert given.dtype == dtype and sqnr(given, right) > SAME, case
             if format == "fp8_block":
-                _, x_t = products.quantize_for_both(x)
+                _, x_t = quantizers.quantize_for_both(x)
                 right = products.input_and_weight_gradient(dy, w, x_t, dtype)
-                _, x_t = products.quantize_for_both(x.cuda())
+                _, x_t = quantizers.quantize_for_both(x.cuda())
                 given = products.input_and_weight_gradient(dy.cuda(), cuda(w), x_t, dtype)
                 print(f"{case}: dX {sqnr(given[0], right[0]):.0f} dB, dW {sqnr(given[1], right[1]):.0f} dB")
                 for ours, theirs in zip(given, right, strict=True):
@@ -157,10 +157,10 @@ def test_large_products_are_near_bf16(format):
     x, w = torch.randn(4096, 4096).bfloat16().cuda(), torch.randn(6144, 4096).bfloat16().cuda() / 64
     dy = torch.randn(4096, 6144).bfloat16().cuda()
     q = quantize(w, format)
-    results = {"Y": (products.product(products.quantize_input(x, format), q, None, x.dtype), x @ w.t())}
+    results = {"Y": (products.product(quantizers.quantize_input(x, format), q, None, x.dtype), x @ w.t())}
     results["dX"] = (products.input_gradient(dy, q), dy @ w)
     if format == "fp8_block":
-        _, x_t = products.quantize_for_both(x)
+        _, x_t = quantizers.quantize_for_both(x)
         results["dW"] = (products.input_and_weight_gradient(dy, q, x_t)[1], dy.t() @ x)
     for name, (given, right) in results.items():
         print(f"{format} {name}: {sqnr(given, right):.1f} dB")
@@ -175,20 +175,20 @@ def test_inputs_equal_vllm():
     ops = pytest.importorskip("vllm._custom_ops")
     fp8_utils = pytest.importorskip("vllm.model_executor.layers.quantization.utils.fp8_utils")
     support = pytest.importorskip("trl_quant.rollout.vllm.support")
-    support.quantize_as_vllm("fp8_block", torch.device("cuda"))
+    support.compute_as_vllm("fp8_block", torch.device("cuda"))
     for shape in ((1024, 4096), (257, 14336)):
         x = matrix(*shape).cuda()
         wide = fp8_utils.per_token_group_quant_fp8(x.float(), 128, use_ue8m0=False)
-        assert differing(products.quantize_input(x.float(), "fp8_block"), *wide) == 0
+        assert differing(quantizers.quantize_input(x.float(), "fp8_block"), *wide) == 0
         theirs = {
             "int8": ops.scaled_int8_quant(x)[:2],
             "fp8": ops.scaled_fp8_quant(x, use_per_token_if_dynamic=True),
             "fp8_block": fp8_utils.per_token_group_quant_fp8(x, 128, use_ue8m0=False),
         }
-        counts = {name: differing(products.quantize_input(x, name), *given) for name, given in theirs.items()}
+        counts = {name: differing(quantizers.quantize_input(x, name), *given) for name, given in theirs.items()}
         print(f"{shape}: codes and scales that differ from vLLM's: {counts}")
         assert not any(counts.values())
-        other = products.quantize_groups(x, FP8Block.least_amax, not products.inverts())
+        other = quantizers.quantize_groups(x, FP8Block.least_amax, not quantizers.inverts())
         assert differing(other, *theirs["fp8_block"]) > 100
 
 
@@ -255,20 +255,24 @@ def test_layers_of_one_input_equal_each_alone():
 
 
 @pytest.mark.parametrize("engines", [True, False])
-def test_products_equal_vllm(engines, monkeypatch):
+def test_products_equal_vllm(engines, monkeypatch, request):
     """
     INT8 bit for bit, by vLLM's product and by ours. FP8 of one scale a token is added up in another order, by another
     kernel.
     """
-    ops = pytest.importorskip("vllm._custom_ops")
-    assert products.has_engines_product(torch.empty(0, device="cuda"), "int8")
-    if not engines:
-        monkeypatch.setattr(products, "has_engines_product", lambda *args: False)
+    ops, used = pytest.importorskip("vllm._custom_ops"), []
+    support, followed = pytest.importorskip("trl_quant.rollout.vllm.support"), []
+    monkeypatch.setattr(support, "follow_int8", followed.append)
+    support.compute_as_vllm("int8", torch.device("cuda"))
+    (multiply,) = followed
+    monkeypatch.setattr(
+        products, "_engines_int8", (lambda *args: used.append(1) or multiply(*args)) if engines else None
+    )
     for tokens, outputs, inputs in ((1024, 4096, 4096), (48, 6144, 4096), (1, 4096, 14336)):
         x = matrix(tokens, inputs).cuda()
         for format in ("int8", "fp8"):
             w = cuda(quantize(matrix(outputs, inputs, seed=1) / 64, format))
-            q = products.quantize_input(x, format)
+            q = quantizers.quantize_input(x, format)
             for bias in (None, matrix(3, outputs, seed=2)[0].cuda()):
                 scales = q.scale, w.scale.float()
                 theirs = ops.cutlass_scaled_mm(q.values, w.values.t(), *scales, torch.bfloat16, bias)
@@ -277,6 +281,7 @@ def test_products_equal_vllm(engines, monkeypatch):
                 print(f"{format} {(tokens, outputs, inputs)}, bias: {bias is not None}: {sqnr(ours, theirs):.0f} dB, "
                       f"{same:.1%} bit-equal to vLLM's")  # fmt: skip
                 assert same == 1 if format == "int8" else sqnr(ours, theirs) > FAST
+    assert len(used) == (6 if engines else 0)
 
 
 def test_groups_equal_deep_gemm():
@@ -286,7 +291,7 @@ def test_groups_equal_deep_gemm():
         pytest.skip("no DeepGEMM")
     print(f"vLLM rounds scales to powers of two: {deep_gemm.is_deep_gemm_e8m0_used()}")
     for tokens, outputs, inputs in ((1024, 4096, 4096), (16, 6144, 4096)):
-        q = products.quantize_input(matrix(tokens, inputs).cuda(), "fp8_block")
+        q = quantizers.quantize_input(matrix(tokens, inputs).cuda(), "fp8_block")
         w = cuda(quantize(matrix(outputs, inputs, torch.float32, seed=1) / 64, "fp8_block"))
         theirs = torch.empty(tokens, outputs, dtype=torch.bfloat16, device="cuda")
         operands = (q.values, q.scale), (w.values, w.scale)

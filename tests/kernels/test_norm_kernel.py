@@ -9,7 +9,7 @@ from interpreter import INTERPRETED, on_devices, ptx_of, rerun, reruns
 from trl_quant.formats.fp8 import FP8Block
 from trl_quant.layers import inputs as inputs_of_layers
 from trl_quant.layers import norm as twin
-from trl_quant.layers import products
+from trl_quant.layers import quantizers
 from trl_quant.precisions import unified_flows
 
 
@@ -65,14 +65,14 @@ def test_codes_of_the_output(device, dtype, format):
         added, total, _ = kernels.rms_norm(x, weight, 1e-5, residual)
         assert torch.equal(added, kernels.rms_norm(total, weight, 1e-5, None, format, torch.bfloat16)[0])
         flat = y.flatten(0, -2).to(torch.bfloat16)
-        by = {"fp8": products.quantize_fp8, "fp8_block": lambda y: products.quantize_groups(y, FP8Block.least_amax)}
-        twin = by.get(format, lambda y: products.quantize_int8(y, True))(flat)
+        by = {"fp8": quantizers.quantize_fp8, "fp8_block": lambda y: quantizers.quantize_groups(y, FP8Block.least_amax)}
+        twin = by.get(format, lambda y: quantizers.quantize_int8(y, True))(flat)
         assert (codes.format, codes.shape, codes.dtype) == (twin.format, twin.shape, twin.dtype)
         assert codes.scale.shape == twin.scale.shape and torch.equal(codes.scale, twin.scale)
         assert torch.equal(codes.values.view(torch.uint8), twin.values.view(torch.uint8))
         if format == "fp8_block":
             inverted = kernels.rms_norm(x, weight, 1e-5, None, format, torch.bfloat16, True)[2]
-            twin = products.quantize_groups(flat, FP8Block.least_amax, True)
+            twin = quantizers.quantize_groups(flat, FP8Block.least_amax, True)
             assert torch.equal(inverted.values.view(torch.uint8), twin.values.view(torch.uint8))
 
 
@@ -80,11 +80,11 @@ def test_codes_of_the_output(device, dtype, format):
 @pytest.mark.parametrize("format", unified_flows())
 def test_the_next_layer_finds_the_codes(device, format, monkeypatch):
     """And makes those of the columns, which the norm has not, where scales are theirs."""
-    monkeypatch.setattr(products, "has_kernels", lambda x, format: True)
+    monkeypatch.setattr(quantizers, "has_kernels", lambda x, format: True)
     x, _, weight = inputs((5, 140), torch.bfloat16, device)
     y = twin.fused_rms_norm(x.requires_grad_(), weight, 1e-5, format, torch.bfloat16)
-    by = {"int8": lambda y: products.quantize_int8(y, True), "fp8": products.quantize_fp8}
-    both = products.quantize_groups_for_both(y.detach(), FP8Block.least_amax)
+    by = {"int8": lambda y: quantizers.quantize_int8(y, True), "fp8": quantizers.quantize_fp8}
+    both = quantizers.quantize_groups_for_both(y.detach(), FP8Block.least_amax)
     expected = by.get(format, lambda y: both[0])(y.detach()), both[1]
     with monkeypatch.context() as no_quantizers:
         no_quantizers.setattr(inputs_of_layers, "quantize_input", None)

@@ -1,5 +1,5 @@
 """
-The kernels of the training flow equal `trl_quant.layers.products` bit for bit, on a GPU or in the interpreter (see
+The kernels of the training flow equal `trl_quant.layers.quantizers` bit for bit, on a GPU or in the interpreter (see
 `interpreter`), and compile for Hopper.
 """
 
@@ -18,7 +18,7 @@ from trl_quant.formats import QuantizedTensor
 from trl_quant.formats import quantize as quantize_weight
 from trl_quant.formats.fp8 import FP8Block
 from trl_quant.layers import inputs as inputs_of_layers
-from trl_quant.layers import products
+from trl_quant.layers import products, quantizers
 from trl_quant.layers.gated import silu_mul
 from trl_quant.precisions import unified_flows
 
@@ -71,7 +71,7 @@ def test_int8_rows(on_cuda, kind, device):
     for dtype, shape in product(DTYPES, shapes_of(kind)):
         x = inputs(kind, dtype, shape).to(device)
         ours = kernels.quantize_rows(x, "int8", on_cuda)
-        assert_equal(ours, products.quantize_int8(x, on_cuda))
+        assert_equal(ours, quantizers.quantize_int8(x, on_cuda))
 
 
 @on_devices
@@ -87,7 +87,7 @@ def test_the_two_inverses_of_int8_differ(device):
 def test_fp8_rows(kind, device):
     for dtype, shape in product(DTYPES, shapes_of(kind)):
         x = inputs(kind, dtype, shape).to(device)
-        assert_equal(kernels.quantize_rows(x, "fp8", True), products.quantize_fp8(x))
+        assert_equal(kernels.quantize_rows(x, "fp8", True), quantizers.quantize_fp8(x))
 
 
 @on_devices
@@ -96,14 +96,14 @@ def test_gradients(kind, device):
     for dtype, shape in product(DTYPES, shapes_of(kind)):
         dy = inputs(kind, dtype, shape).to(device)
         scale = torch.linspace(1e-4, 3, shape[1], device=device)
-        given = kernels.quantize_gradient(dy, scale, products.LEAST_GRADIENT)
-        right = products.quantize_fp8(dy.float() * scale, products.LEAST_GRADIENT)
+        given = kernels.quantize_gradient(dy, scale, quantizers.LEAST_GRADIENT)
+        right = quantizers.quantize_fp8(dy.float() * scale, quantizers.LEAST_GRADIENT)
         assert_equal(given, replace(right, dtype=dtype))
 
 
 @on_devices
 @pytest.mark.parametrize(
-    ("kind", "least"), [*((kind, FP8Block.least_amax) for kind in KINDS), ("small", products.LEAST_GRADIENT)]
+    ("kind", "least"), [*((kind, FP8Block.least_amax) for kind in KINDS), ("small", quantizers.LEAST_GRADIENT)]
 )
 def test_groups(kind, least, device):
     # In the interpreter other kinds than the random one have an odd shape and one of several blocks both ways
@@ -111,7 +111,7 @@ def test_groups(kind, least, device):
     rules = (False, True) if kind == "random" else (False,)
     for dtype, shape, inverts in product(DTYPES, shapes, rules):
         x = inputs(kind, dtype, shape).to(device)
-        rows, columns = products.quantize_groups_for_both(x, least, inverts)
+        rows, columns = quantizers.quantize_groups_for_both(x, least, inverts)
         assert_equal(kernels.quantize_groups(x, least, inverts), rows)
         for ours, theirs in zip(kernels.quantize_groups_for_both(x, least, inverts), (rows, columns), strict=True):
             assert_equal(ours, theirs)
@@ -131,8 +131,8 @@ def test_groups_by_the_inverse_of_the_scale(device):
 def test_views_are_read_as_they_are(device):
     x = inputs("random", torch.bfloat16, (300, 260)).to(device)
     for view in (x.t(), x[:, 3:130], x[5:40]):
-        assert_equal(kernels.quantize_groups(view, 1e-10), products.quantize_groups(view, 1e-10))
-        assert_equal(kernels.quantize_rows(view, "fp8", True), products.quantize_fp8(view))
+        assert_equal(kernels.quantize_groups(view, 1e-10), quantizers.quantize_groups(view, 1e-10))
+        assert_equal(kernels.quantize_rows(view, "fp8", True), quantizers.quantize_fp8(view))
 
 
 @on_devices
@@ -197,14 +197,14 @@ def test_silu_of_a_gate_and_codes(dtype, device):
     """In one pass what is otherwise three, codes of the rounded product."""
     for shape in (*SHAPES[:4], SHAPES[-1]):
         gate, up = gated(dtype, shape, device)
-        for format, twin in (("int8", lambda y: products.quantize_int8(y, True)), ("fp8", products.quantize_fp8)):
+        for format, twin in (("int8", lambda y: quantizers.quantize_int8(y, True)), ("fp8", quantizers.quantize_fp8)):
             q, y = kernels.rows(gate, format, True, up)
             assert_equal(q, twin(y))
         torch.testing.assert_close(y, F.silu(gate) * up, rtol=2**-8 if dtype == torch.bfloat16 else 1e-6, atol=1e-7)
         for both in (False, True):
             row, column, again = kernels.groups(gate, FP8Block.least_amax, False, both, up)
             assert torch.equal(again, y)
-            twins = products.quantize_groups_for_both(y, FP8Block.least_amax)
+            twins = quantizers.quantize_groups_for_both(y, FP8Block.least_amax)
             for ours, theirs in zip((row, column)[: 1 + both], twins, strict=False):
                 assert_equal(ours, theirs)
 
@@ -212,7 +212,7 @@ def test_silu_of_a_gate_and_codes(dtype, device):
 @on_devices
 @pytest.mark.parametrize("precision", unified_flows())
 def test_the_next_layer_finds_the_codes(precision, device, monkeypatch):
-    monkeypatch.setattr(products, "has_kernels", lambda x, format: True)
+    monkeypatch.setattr(quantizers, "has_kernels", lambda x, format: True)
     gate, up = (x.requires_grad_() for x in gated(torch.bfloat16, (130, 140), device))
     for both in (True, False):
         y = silu_mul(gate, up, precision, both)
@@ -221,11 +221,11 @@ def test_the_next_layer_finds_the_codes(precision, device, monkeypatch):
             no_quantizers.setattr(inputs_of_layers, "quantize_for_both", None)
             rows, columns = inputs_of_layers.quantized(y, y.dtype, precision, both)
         if precision == "int8":
-            twins = 2 * (products.quantize_int8(y, True),)
+            twins = 2 * (quantizers.quantize_int8(y, True),)
         elif precision == "fp8":
-            twins = 2 * (products.quantize_fp8(y),)
+            twins = 2 * (quantizers.quantize_fp8(y),)
         else:
-            twins = products.quantize_groups_for_both(y, FP8Block.least_amax)
+            twins = quantizers.quantize_groups_for_both(y, FP8Block.least_amax)
         assert_equal(rows, twins[0])
         assert (columns is not None) is both
         if both:

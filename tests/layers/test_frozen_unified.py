@@ -17,7 +17,7 @@ from trl_quant.formats import quantize
 from trl_quant.layers import FrozenLinear, UnifiedLinear
 from trl_quant.layers.eager import below_each_other
 from trl_quant.layers.joint import Joint
-from trl_quant.layers.products import quantize_for_both, quantize_gradient, quantize_input
+from trl_quant.layers.quantizers import quantize_for_both, quantize_gradient, quantize_input
 from trl_quant.policy.adapters import FrozenLoraLinear, with_frozen_layers
 from trl_quant.policy.frozen import FrozenBaseConfig, freeze, on_frozen_base
 from trl_quant.policy.unified import unify

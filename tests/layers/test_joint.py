@@ -14,7 +14,7 @@ from torch import nn
 from trl_quant.layers import UnifiedLinear, eager, unified
 from trl_quant.layers.eager import side_by_side
 from trl_quant.layers.joint import Joint
-from trl_quant.layers.products import quantize_for_both, quantize_gradient, quantize_input
+from trl_quant.layers.quantizers import quantize_for_both, quantize_gradient, quantize_input
 from trl_quant.policy.unified import unify
 from trl_quant.precisions import unified_flows
 

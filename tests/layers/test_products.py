@@ -3,9 +3,6 @@ The products of the training flow against slow references: loops over groups in 
 CPU. Each also differs from what is nearly it.
 """
 
-import sys
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -14,7 +11,7 @@ from packaging.version import Version
 from reference_formats import EPS, to
 
 from trl_quant.formats import QuantizedTensor, quantize, quantize_activation
-from trl_quant.layers import products
+from trl_quant.layers import products, quantizers
 from trl_quant.precisions import unified_flows
 
 
@@ -36,7 +33,7 @@ def matrix(rows: int, cols: int, dtype: torch.dtype, seed: int = 0) -> torch.Ten
 def tensors(format: str, dtype: torch.dtype) -> tuple:
     """x, its quantized form, a weight's, a bias."""
     x, w = matrix(T, K, dtype), matrix(N, K, dtype, 1)
-    return x, products.quantize_input(x, format), quantize(w, format), matrix(3, N, dtype, 2)[0]
+    return x, quantizers.quantize_input(x, format), quantize(w, format), matrix(3, N, dtype, 2)[0]
 
 
 def sqnr(given: torch.Tensor, right: torch.Tensor) -> float:
@@ -81,7 +78,7 @@ def slow_quantize(row: list[float], format: str) -> tuple[list[float], float]:
 def test_inputs_equal_the_loop(format, dtype):
     for size in (1.0, 1e-4, 1e-11):
         x = (matrix(9, K, torch.float32) * size).to(dtype)
-        q = products.quantize_input(x, format)
+        q = quantizers.quantize_input(x, format)
         assert q.scale.dtype == torch.float32 and (q.format, q.shape, q.dtype) == (format, x.shape, dtype)
         width = 128 if format == "fp8_block" else K
         for row in range(len(x)):
@@ -95,7 +92,7 @@ def test_inputs_equal_the_loop(format, dtype):
 def test_inputs_are_not_those_of_the_format(format):
     """vLLM's scales are in FP32, and INT8's are of 127 steps: `formats`, made for weights, differs in some codes."""
     x = matrix(64, 512, torch.bfloat16)
-    q, other = products.quantize_input(x, format), quantize_activation(x, format)
+    q, other = quantizers.quantize_input(x, format), quantize_activation(x, format)
     share = (q.values.float() != other.values.float()).float().mean()
     assert 0.01 < share < 0.9
     for differs in [x.float()] if format == "int8" else []:
@@ -105,13 +102,13 @@ def test_inputs_are_not_those_of_the_format(format):
 @every_format
 def test_tokens_do_not_depend_on_each_other(format):
     x = matrix(40, K, torch.bfloat16)
-    whole, part = products.quantize_input(x, format), products.quantize_input(x[7:9], format)
+    whole, part = quantizers.quantize_input(x, format), quantizers.quantize_input(x[7:9], format)
     assert torch.equal(whole.values[7:9].float(), part.values.float()) and torch.equal(whole.scale[7:9], part.scale)
 
 
 def test_zero_tokens():
     for format in unified_flows():
-        q = products.quantize_input(torch.zeros(2, 256, dtype=torch.bfloat16), format)
+        q = quantizers.quantize_input(torch.zeros(2, 256, dtype=torch.bfloat16), format)
         assert q.values.float().abs().max() == 0 and q.scale.isfinite().all()
         assert q.dequantize().abs().max() == 0
 
@@ -121,18 +118,18 @@ def test_int8_equals_vllm():
     ops = pytest.importorskip("vllm._custom_ops")
     x = torch.randn(100, 1000, generator=torch.Generator().manual_seed(0)).bfloat16()
     codes, scale, _ = ops.scaled_int8_quant(x)
-    q = products.quantize_input(x, "int8")
+    q = quantizers.quantize_input(x, "int8")
     assert torch.equal(codes, q.values) and torch.equal(scale, q.scale)
     assert (codes != (x.float() / scale).round()).any()
-    assert (codes != products.quantize_int8(x, on_cuda=True).values).any()
+    assert (codes != quantizers.quantize_int8(x, on_cuda=True).values).any()
 
 
 @every_dtype
 def test_both_layouts(dtype):
     """The first as for a product over features, the second along tokens: 128 of a feature under one scale."""
     x = matrix(T + 128, K, dtype)
-    rows, columns = products.quantize_for_both(x)
-    single = products.quantize_input(x, "fp8_block")
+    rows, columns = quantizers.quantize_for_both(x)
+    single = quantizers.quantize_input(x, "fp8_block")
     assert torch.equal(rows.values.float(), single.values.float()) and torch.equal(rows.scale, single.scale)
     assert columns.shape == (K, 256) and columns.scale.shape == (K, 2)
     for feature in (0, 1, 37, K - 1):
@@ -143,7 +140,7 @@ def test_both_layouts(dtype):
             assert columns.values[feature, 128 * index : 128 * index + 128].double().tolist() == codes
             assert columns.scale[feature, index].item() == scale
     assert not torch.equal(columns.values[:, : T + 128].float(), rows.values.t().float())
-    again = products.quantize_for_both(numbers(rows).to(dtype))[1]  # of the codes, as in Jet-RL: rounded twice
+    again = quantizers.quantize_for_both(numbers(rows).to(dtype))[1]  # of the codes, as in Jet-RL: rounded twice
     once, twice = (sqnr(numbers(q)[:, : T + 128], x.t()) for q in (columns, again))
     assert once > twice + 1
 
@@ -151,11 +148,11 @@ def test_both_layouts(dtype):
 def test_small_gradients_stay():
     """Gradients are no inputs: where vLLM's least scale of a group would round all of them to 0, these stay."""
     dy = (torch.randn(T, N, generator=torch.Generator().manual_seed(0)) * 2.0**-57).bfloat16()
-    for q in products.quantize_for_both(dy, products.LEAST_GRADIENT):
+    for q in quantizers.quantize_for_both(dy, quantizers.LEAST_GRADIENT):
         right = dy if q.shape == dy.shape else torch.nn.functional.pad(dy, (0, 0, 0, q.shape[1] - T)).t()
         assert sqnr(numbers(q), right) > 25
-    assert sqnr(numbers(products.quantize_gradient(dy, torch.ones(N, 1))), dy) > 25
-    assert products.quantize_for_both(dy)[0].values.float().abs().max() == 0
+    assert sqnr(numbers(quantizers.quantize_gradient(dy, torch.ones(N, 1))), dy) > 25
+    assert quantizers.quantize_for_both(dy)[0].values.float().abs().max() == 0
 
 
 # Products
@@ -194,7 +191,7 @@ def test_the_epilogue(format):
 def test_forward_is_near_bf16(format):
     x = torch.randn(64, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
     w = torch.randn(256, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
-    given = products.product(products.quantize_input(x, format), quantize(w, format), None, torch.bfloat16)
+    given = products.product(quantizers.quantize_input(x, format), quantize(w, format), None, torch.bfloat16)
     assert sqnr(given, x.double() @ w.double().t()) > (35 if format == "int8" else 25)
 
 
@@ -215,10 +212,10 @@ def test_input_gradient(format, dtype):
     given = products.input_gradient(dy, w)
     assert given.dtype == dtype
     if format == "fp8_block":
-        exact = numbers(products.quantize_groups(dy, products.LEAST_GRADIENT)) @ numbers(w)
+        exact = numbers(quantizers.quantize_groups(dy, quantizers.LEAST_GRADIENT)) @ numbers(w)
     elif format == "fp8":
-        exact = numbers(products.quantize_gradient(dy, w.scale)) @ w.values.double()
-        unfolded = numbers(products.quantize_fp8(dy, products.LEAST_GRADIENT)) @ numbers(w)
+        exact = numbers(quantizers.quantize_gradient(dy, w.scale)) @ w.values.double()
+        unfolded = numbers(quantizers.quantize_fp8(dy, quantizers.LEAST_GRADIENT)) @ numbers(w)
         assert sqnr(given, unfolded) < 45, "the weight's scales are folded in before dY is rounded"
     else:
         exact = dy.double() @ w.dequantize(dtype).double()
@@ -231,10 +228,10 @@ def test_input_gradient(format, dtype):
 def test_gradients_equal_the_loop(dtype):
     for size in (1.0, 2.0**-30):
         dy, scale = (matrix(9, N, torch.float32, 3) * size).to(dtype), matrix(9, N, torch.float32, 4)[0].abs()
-        q = products.quantize_gradient(dy, scale.unsqueeze(1))
+        q = quantizers.quantize_gradient(dy, scale.unsqueeze(1))
         assert q.scale.dtype == torch.float32 and (q.shape, q.dtype) == (dy.shape, dtype)
         for row, values in enumerate(dy.float() * scale):
-            amax = max(values.abs().max().item(), products.LEAST_GRADIENT)
+            amax = max(values.abs().max().item(), quantizers.LEAST_GRADIENT)
             expected = to(amax / 448, torch.float32)
             assert q.scale[row].item() == expected
             quotients = torch.tensor([to(v / expected, torch.float32) for v in values.tolist()])
@@ -245,15 +242,15 @@ def test_gradients_equal_the_loop(dtype):
 def test_weight_gradient(dtype):
     _, _, w, _ = tensors("fp8_block", dtype)
     x, dy = matrix(T + 128, K, dtype), matrix(T + 128, N, dtype, 3)
-    _, x_t = products.quantize_for_both(x)
-    _, dy_t = products.quantize_for_both(dy, products.LEAST_GRADIENT)
+    _, x_t = quantizers.quantize_for_both(x)
+    _, dy_t = quantizers.quantize_for_both(dy, quantizers.LEAST_GRADIENT)
     given = products.weight_gradient(dy_t, x_t, dtype)
     assert given.dtype == dtype and given.shape == (N, K)
     assert sqnr(given, numbers(dy_t) @ numbers(x_t).t()) > (50 if dtype == torch.bfloat16 else 120)
     exact = dy.double().t() @ x.double()
     assert sqnr(given, exact) > 25
-    along_features = numbers(products.quantize_input(dy, "fp8_block")).t() @ numbers(
-        products.quantize_input(x, "fp8_block")
+    along_features = numbers(quantizers.quantize_input(dy, "fp8_block")).t() @ numbers(
+        quantizers.quantize_input(x, "fp8_block")
     )
     assert sqnr(given, along_features) < 45, "groups along features are another product"
     dx, dw = products.input_and_weight_gradient(dy, w, x_t)
@@ -267,7 +264,7 @@ def test_autocast_changes_nothing(format):
     dy = matrix(T, N, torch.float32, 3)
 
     def run():
-        y = products.product(products.quantize_input(x, format), w, bias, torch.float32)
+        y = products.product(quantizers.quantize_input(x, format), w, bias, torch.float32)
         return y, products.input_gradient(dy, w)
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -280,12 +277,12 @@ def test_autocast_changes_nothing(format):
 def test_no_tokens(format):
     _, _, w, bias = tensors(format, torch.bfloat16)
     nothing = torch.zeros(0, K, dtype=torch.bfloat16)
-    q = products.quantize_input(nothing, format)
+    q = quantizers.quantize_input(nothing, format)
     assert products.product(q, w, bias, torch.bfloat16).shape == (0, N)
     dy = torch.zeros(0, N, dtype=torch.bfloat16)
     assert products.input_gradient(dy, w).shape == (0, K)
     if format == "fp8_block":
-        _, x_t = products.quantize_for_both(nothing)
+        _, x_t = quantizers.quantize_for_both(nothing)
         dw = products.input_and_weight_gradient(dy, w, x_t)[1]
         assert dw.shape == (N, K) and dw.abs().max() == 0
 
@@ -293,11 +290,11 @@ def test_no_tokens(format):
 def test_wrong_arguments():
     x = matrix(4, K, torch.bfloat16)
     with pytest.raises(ValueError, match=r"format: 'nvfp4' has no products; allowed: int8, fp8_block, fp8, fp8_tensor"):
-        products.quantize_input(x, "nvfp4")
+        quantizers.quantize_input(x, "nvfp4")
     with pytest.raises(ValueError, match=r"x: 'int8' of shape \(4, 300\), but the weight is 'fp8' of shape \(4, 300\)"):
-        products.product(products.quantize_input(x, "int8"), quantize(x, "fp8"), None, x.dtype)
+        products.product(quantizers.quantize_input(x, "int8"), quantize(x, "fp8"), None, x.dtype)
     with pytest.raises(ValueError, match=r"x: 'int8' of shape \(4, 300\), but the weight is 'int8' of shape \(4, 20\)"):
-        products.product(products.quantize_input(x, "int8"), quantize(x[:, :20], "int8"), None, x.dtype)
+        products.product(quantizers.quantize_input(x, "int8"), quantize(x[:, :20], "int8"), None, x.dtype)
 
 
 # What only a GPU does, where it can be tried without one
@@ -306,7 +303,7 @@ def test_wrong_arguments():
 @pytest.mark.parametrize("tokens", [1, 31, 32, 70])
 def test_filling_up_is_exact(tokens):
     for format in unified_flows():
-        q = products.quantize_input(matrix(T, K, torch.bfloat16)[:tokens], format)
+        q = quantizers.quantize_input(matrix(T, K, torch.bfloat16)[:tokens], format)
         values = products.filled(q.values)
         assert len(values) % 32 == 0 and values.float()[tokens:].abs().sum() == 0
         assert torch.equal(values[:tokens].float(), q.values.float())
@@ -347,8 +344,8 @@ def test_hopper_is_asked_for_the_same_products(dtype, monkeypatch):
     bias, weight = matrix(3, outs, dtype, 3)[0], quantize(w, "fp8_block")
 
     def run():
-        _, x_t = products.quantize_for_both(x)
-        y = products.product(products.quantize_input(x, "fp8_block"), weight, bias, dtype)
+        _, x_t = quantizers.quantize_for_both(x)
+        y = products.product(quantizers.quantize_input(x, "fp8_block"), weight, bias, dtype)
         return y, products.input_gradient(dy, weight), *products.input_and_weight_gradient(dy, weight, x_t)
 
     right, asked = run(), []
@@ -364,32 +361,16 @@ def test_hopper_is_asked_for_the_same_products(dtype, monkeypatch):
 def test_one_scale_for_all_tokens(dtype):
     """`fp8_tensor`, as AIS samples: the product of the numbers, and not that of a scale for each token."""
     x, w, bias = matrix(40, K, dtype), matrix(72, K, dtype, 1), matrix(3, 72, dtype)[0]
-    q, weight = products.quantize_input(x, "fp8_tensor"), quantize(w, "fp8_tensor")
+    q, weight = quantizers.quantize_input(x, "fp8_tensor"), quantize(w, "fp8_tensor")
     assert q.scale.shape == weight.scale.shape == (1,)
     assert q.scale.item() == (x.abs().max() / 448).to(dtype).item()
     numbers = [t.values.double() * t.scale.double() for t in (q, weight)]
     y = products.product(q, weight, bias, dtype).double()
     right = numbers[0] @ numbers[1].t() + bias.double()
     assert sqnr(y, right) > (50 if dtype == torch.bfloat16 else 130)
-    by_token = products.product(products.quantize_input(x, "fp8"), quantize(w, "fp8"), bias, dtype)
+    by_token = products.product(quantizers.quantize_input(x, "fp8"), quantize(w, "fp8"), bias, dtype)
     assert sqnr(by_token, right) < 40
-    assert products.product(products.quantize_input(x[:0], "fp8_tensor"), weight, bias, dtype).shape == (0, 72)
-
-
-@pytest.mark.parametrize(
-    ("capability", "loaded", "expected"),
-    [((9, 0), True, True), ((8, 0), True, True), ((9, 0), False, False), ((10, 0), True, False), ((6, 1), True, False)],
-)
-def test_vllms_int8_product_is_used_where_vllm_runs_it(capability, loaded, expected, monkeypatch):
-    """vLLM has none from Blackwell on; without vLLM nothing is looked up."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.ops, "_C", SimpleNamespace(cutlass_scaled_mm=None), raising=False)
-    if loaded:
-        monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
-    else:
-        monkeypatch.delitem(sys.modules, "vllm", raising=False)
-    assert products.has_engines_product(SimpleNamespace(is_cuda=True, device=object()), "int8") is expected
-    assert products.has_engines_product(SimpleNamespace(is_cuda=False, device="cpu"), "int8") is False
+    assert products.product(quantizers.quantize_input(x[:0], "fp8_tensor"), weight, bias, dtype).shape == (0, 72)
 
 
 @pytest.mark.parametrize("format", ["fp8", "fp8_tensor"])
@@ -402,7 +383,7 @@ def test_scaled_mm_is_asked_for_the_same_product(tokens, format, monkeypatch):
         matrix(256, 384, torch.bfloat16, 1),
         matrix(3, 256, torch.bfloat16)[0],
     )
-    q, weight = products.quantize_input(x, format), quantize(w, format)
+    q, weight = quantizers.quantize_input(x, format), quantize(w, format)
     right = products.product(q, weight, bias, torch.bfloat16)
     monkeypatch.setattr(products, "multiplies_fp8", lambda x: True)
     monkeypatch.setattr(products, "FAST_ACCUMULATION", False)
@@ -412,7 +393,7 @@ def test_scaled_mm_is_asked_for_the_same_product(tokens, format, monkeypatch):
 @pytest.fixture
 def own_rule():
     yield
-    products.follow_groups(lambda x: by_rule(x, False), torch.device("cpu"))
+    quantizers.follow_groups(lambda x: by_rule(x, False), torch.device("cpu"))
 
 
 def by_rule(x, inverts):
@@ -428,10 +409,10 @@ def by_rule(x, inverts):
 def test_groups_follow_the_engine(inverts, own_rule):
     """In the forward pass and for the backward pass."""
     x = torch.randn(200, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
-    products.follow_groups(lambda x: by_rule(x, inverts), torch.device("cpu"))
+    quantizers.follow_groups(lambda x: by_rule(x, inverts), torch.device("cpu"))
     expected = by_rule(x, inverts)[0].float()
-    assert torch.equal(products.quantize_input(x, "fp8_block").values.float(), expected)
-    assert torch.equal(products.quantize_for_both(x)[0].values.float(), expected)
+    assert torch.equal(quantizers.quantize_input(x, "fp8_block").values.float(), expected)
+    assert torch.equal(quantizers.quantize_for_both(x)[0].values.float(), expected)
     assert not torch.equal(expected, by_rule(x, not inverts)[0].float())
 
 
@@ -441,4 +422,4 @@ def test_an_unknown_rule_is_refused(own_rule):
         return (x.float() / scale.repeat_interleave(128, 1)).to(torch.float8_e4m3fn), scale
 
     with pytest.raises(ValueError, match="by a rule that is not known here"):
-        products.follow_groups(rounds_scales, torch.device("cpu"))
+        quantizers.follow_groups(rounds_scales, torch.device("cpu"))

@@ -20,7 +20,7 @@ from training import config, lora, make
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.layers import FrozenLinear, UnifiedLinear, products, traced, weight_only
+from trl_quant.layers import FrozenLinear, UnifiedLinear, products, quantizers, traced, weight_only
 from trl_quant.layers.joint import WAITING, Joint
 from trl_quant.policy.adapters import UnifiedLoraLinear, with_frozen_layers
 from trl_quant.policy.unified import restore, unify
@@ -195,9 +195,9 @@ def test_a_decoder_layer_is_one_graph(precision, kind, checkpointing):
 @pytest.mark.parametrize("used", ["quantize_input", "product", "input_gradient"])
 def test_layers_that_share_an_input_are_one_product(used):
     model, calls = policy("fp8", "merged"), []
-    function, regions = getattr(products, used), compile_regions(model, backend="aot_eager")
-    counting = {used: lambda *args: calls.append(args) or function(*args)}
-    with patch.object(traced, "products", SimpleNamespace(**vars(products) | counting)):
+    room, regions = quantizers if used == "quantize_input" else products, compile_regions(model, backend="aot_eager")
+    counting = {used: lambda *args: calls.append(args) or getattr(room, used)(*args)}
+    with patch.object(traced, room.__name__.rpartition(".")[2], SimpleNamespace(**vars(room) | counting)):
         update(model, regions)
     assert len(calls) == 4 * model.config.num_hidden_layers  # q, k and v; o; gate and up; down
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from trl_quant.layers import UnifiedLinear, gated, inputs
 from trl_quant.layers.joint import Joint
-from trl_quant.layers.products import quantize_for_both, quantize_input
+from trl_quant.layers.quantizers import quantize_for_both, quantize_input
 from trl_quant.policy.unified import unify
 from trl_quant.precisions import unified_flows
 

@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from trl_quant.formats import quantize
 from trl_quant.layers import UnifiedLinear, inputs
-from trl_quant.layers.products import product, quantize_for_both, quantize_input
+from trl_quant.layers.products import product
+from trl_quant.layers.quantizers import quantize_for_both, quantize_input
 from trl_quant.precisions import unified_flows
 
 

@@ -11,7 +11,7 @@ from tiny import FAMILIES as TINY
 from tiny import norms_of, tiny_model
 from torch import nn
 
-from trl_quant.layers import UnifiedLinear, inputs, products
+from trl_quant.layers import UnifiedLinear, inputs, quantizers
 from trl_quant.layers import norm as norms
 from trl_quant.layers.norm import FusedRMSNorm
 from trl_quant.models.families import FAMILIES
@@ -88,15 +88,15 @@ def test_codes_that_are_handed_over_are_the_ones_used(precision, trains, monkeyp
         y = norms.rms_norm(x, weight, eps)[0]
         asked.append(format)
         if format is not None:
-            rows = products.quantize_input(y.detach().flatten(0, -2).to(dtype), format)
+            rows = quantizers.quantize_input(y.detach().flatten(0, -2).to(dtype), format)
             inputs.remember(y, dtype, rows, rows if format != "fp8_block" else None)
         return y
 
     here = SimpleNamespace(has_kernels=lambda x, format: True)
-    monkeypatch.setattr(norms, "products", here)
+    monkeypatch.setattr(norms, "quantizers", here)
     monkeypatch.setattr(norms, "fused_rms_norm", fused)
     for name in ("quantize_input", "quantize_for_both"):
-        of = getattr(products, name)
+        of = getattr(quantizers, name)
         monkeypatch.setattr(inputs, name, lambda *args, of=of: quantized.append(args[0].shape) or of(*args))
     assert torch.equal(model(ids).logits, expected)
     layers, apart = model.config.num_hidden_layers, precision == "fp8_block" and trains

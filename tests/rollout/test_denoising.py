@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 from trl_quant.formats import quantize
 from trl_quant.layers import SampledLinear
-from trl_quant.layers.products import quantize_input
+from trl_quant.layers.quantizers import quantize_input
 from trl_quant.models.linears import dense_linears
 from trl_quant.policy.masked import PromptMasks
 from trl_quant.policy.unified import unify

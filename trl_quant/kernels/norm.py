@@ -121,7 +121,7 @@ def rms_norm(
         x, weight, eps, residual: As in that function.
         format (`str`, *optional*): Key of `FORMATS`, in which [`trl_quant.layers.products`] quantizes the output.
         dtype (`torch.dtype`, *optional*): Type to which the output is rounded before it is quantized.
-        inverts (`bool`, *optional*): As in [`trl_quant.layers.products.quantize_groups`].
+        inverts (`bool`, *optional*): As in [`trl_quant.layers.quantizers.quantize_groups`].
 
     Returns:
         `tuple`: output, sum, and codes (tokens, features) or `None`.

@@ -382,22 +382,22 @@ def groups(
 
 
 def quantize_rows(x: Tensor, format: str, on_cuda: bool) -> QuantizedTensor:
-    """Computes `products.quantize_int8(x, on_cuda)` or `products.quantize_fp8(x)`."""
+    """Computes `quantizers.quantize_int8(x, on_cuda)` or `quantizers.quantize_fp8(x)`."""
     return rows(x, format, on_cuda)[0]
 
 
 def quantize_gradient(dy: Tensor, factor: Tensor, least: float) -> QuantizedTensor:
-    """Computes `products.quantize_gradient` with scales `factor` (N,) of the weight's rows."""
+    """Computes `quantizers.quantize_gradient` with scales `factor` (N,) of the weight's rows."""
     return rows(dy, "fp8", True, factor=factor, least=least)[0]
 
 
 def quantize_groups(x: Tensor, least: float, inverts: bool = False) -> QuantizedTensor:
-    """Computes `products.quantize_groups`, with the scales stored column by column."""
+    """Computes `quantizers.quantize_groups`, with the scales stored column by column."""
     return groups(x, least, inverts, both=False)[0]
 
 
 def quantize_groups_for_both(x: Tensor, least: float, inverts: bool = False) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """Computes `products.quantize_groups_for_both`, with the scales stored column by column."""
+    """Computes `quantizers.quantize_groups_for_both`, with the scales stored column by column."""
     return groups(x, least, inverts, both=True)[:2]
 
 

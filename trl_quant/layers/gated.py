@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..formats import FORMATS
 from ..precisions import PRECISIONS
-from . import products
+from . import quantizers
 from .inputs import remember
 
 
@@ -26,13 +26,13 @@ class _SiluMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate, up, format, both):
         ctx.save_for_backward(gate, up)
-        if not products.has_kernels(gate, format):
+        if not quantizers.has_kernels(gate, format):
             return F.silu(gate) * up
         from ..kernels import unified as kernels
 
         flat = [x.reshape(-1, x.shape[-1]) for x in (gate, up)]
         if FORMATS[format].grouped:
-            rows, columns, y = kernels.groups(flat[0], FORMATS[format].least_amax, products.inverts(), both, flat[1])
+            rows, columns, y = kernels.groups(flat[0], FORMATS[format].least_amax, quantizers.inverts(), both, flat[1])
         else:
             rows, y = kernels.rows(flat[0], format, True, flat[1])
             columns = rows

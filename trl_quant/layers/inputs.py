@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..formats import FORMATS, QuantizedTensor
-from .products import quantize_for_both, quantize_input
+from .quantizers import quantize_for_both, quantize_input
 
 
 class _Input(NamedTuple):
@@ -34,13 +34,13 @@ _last: _Input | None = None
 
 def quantized(x: Tensor, dtype: torch.dtype, format: str, both: bool) -> tuple[QuantizedTensor, QuantizedTensor | None]:
     """
-    Returns the result of [`products.quantize_input`] and, if `both` passes need the input, the codes that the backward
-    pass multiplies.
+    Returns the result of [`quantizers.quantize_input`] and, if `both` passes need the input, the codes that the
+    backward pass multiplies.
 
     Args:
         x (`torch.Tensor`): (..., in).
         dtype (`torch.dtype`): Type to which x is rounded first.
-        format (`str`): As in [`products.quantize_input`].
+        format (`str`): As in [`quantizers.quantize_input`].
         both (`bool`): Whether the backward pass needs the input too.
 
     Returns:
@@ -52,11 +52,11 @@ def quantized(x: Tensor, dtype: torch.dtype, format: str, both: bool) -> tuple[Q
         if found and not (both and last.columns is None):
             return last.rows, last.columns if both else None
     flat = x.detach().reshape(-1, x.shape[-1]).to(dtype)
-    if both and not FORMATS[format].per_row:
+    if both and FORMATS[format].grouped:
         rows, columns = quantize_for_both(flat)
     else:
         rows = quantize_input(flat, format)
-        columns = rows if FORMATS[format].per_row else None
+        columns = None if FORMATS[format].grouped else rows
     remember(x, dtype, rows, columns)
     return rows, columns if both else None
 

@@ -25,7 +25,7 @@ gradients, and the adapter adds to Y_i and dX:
 | `b_i`, `A_i`, `B_i`, `s_i` | bias and adapter of an [`Operand`] | (out_i,), (rank_i, in), (out_i, rank_i), a number |
 
 For the backward pass, all layers together save X once: as codes of one byte each, or as X itself if an adapter beside
-the base reads it. Weights and merged adapters are not saved: the backward pass reads them again. In `fp8`, a token has
+the base reads it. Weights are not saved: the backward pass reads them again. In `fp8`, a token has
 one scale for all of [dY_1 ... dY_n].
 
 Without a compiler, [`eager`] multiplies codes that the layers hold. Under torch.compile, [`traced`] puts operators into
@@ -155,7 +155,7 @@ class _Joint(torch.autograd.Function):
             x = QuantizedTensor(constants.format, *kept, kept[0].shape, constants.dtype)
         if constants.trains:
             # dX (T, in) = dY (T, sum of out) @ Q(W) (sum of out, in); dW (sum of out, in) = dY^T @ Q(X)
-            if in_groups(w):
+            if FORMATS[w.format].grouped:
                 dx, dw = by.input_and_weight_gradient(dy, w, x)
             else:
                 dx, dw = by.input_gradient(dy, w) if wants_x else None, dy.t() @ by.dequantize(x, dy.dtype)
@@ -200,11 +200,6 @@ def _scaled(a: Sequence[Tensor | None], constants: _Constants, dtype: torch.dtyp
 def _ranks(a: Sequence[Tensor | None], constants: _Constants) -> list[int]:
     """Returns the rank of each adapter."""
     return [len(a[i]) for i in constants.adapted]
-
-
-def in_groups(w: QuantizedTensor) -> bool:
-    """Whether the scales of a weight have groups along the inner dimension."""
-    return not FORMATS[w.format].per_row
 
 
 def output(x: Tensor, operand: Operand, number: Tensor) -> Tensor:

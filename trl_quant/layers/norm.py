@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..formats import FORMATS
-from . import products
+from . import quantizers
 from .inputs import autocast_dtype, remember
 
 
@@ -28,7 +28,7 @@ class _Norm(torch.autograd.Function):
 
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
-        inverts = format is not None and products.inverts()
+        inverts = format is not None and quantizers.inverts()
         y, _, codes = kernels.rms_norm(x, weight, eps, None, format, dtype, inverts)
         if codes is not None:
             remember(y, dtype, codes, None if FORMATS[format].grouped else codes)
@@ -111,12 +111,12 @@ class FusedRMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Maps (..., features) to the same shape."""
         weight = self.weight.to(x.dtype) if self.rounds else self.weight
-        if torch.compiler.is_compiling() or weight.dtype != x.dtype or not products.has_kernels(x, "int8"):
+        if torch.compiler.is_compiling() or weight.dtype != x.dtype or not quantizers.has_kernels(x, "int8"):
             return _by_torch(x, weight, self.variance_epsilon)
         format, dtype = None, autocast_dtype(x, len(weight))
         if self.feeds is not None:
             format = self.feeds.format
-            if not products.has_kernels(x, format) or (FORMATS[format].grouped and self.feeds.trains()):
+            if not quantizers.has_kernels(x, format) or (FORMATS[format].grouped and self.feeds.trains()):
                 format = None
         return fused_rms_norm(x, weight, self.variance_epsilon, format, dtype)
 

@@ -1,5 +1,6 @@
 r"""
-The products of a linear layer that trains in the precision of its sampler (Jet-RL), and their quantizers.
+The products of a linear layer that trains in the precision of its sampler (Jet-RL). [`quantizers`] quantizes what they
+multiply.
 
     Y  = Q(X) Q(W)^T + b
     dX = dY Q(W)             fp8_block: Q(dY) Q(W), with dY per 1 x 128 along its features
@@ -8,12 +9,12 @@ The products of a linear layer that trains in the precision of its sampler (Jet-
 
 | symbol | here | shape |
 |---|---|---|
-| `Q(X)` | [`quantize_input`] | (T, K) |
-| `Q(X^T)`, `Q(dY^T)` | the second of [`quantize_for_both`] | (K, T'), (N, T'), T' the next multiple of 128 from T on |
+| `Q(X)` | [`quantizers.quantize_input`] | (T, K) |
+| `Q(X^T)`, `Q(dY^T)` | second of [`quantizers.quantize_for_both`] | (K, T'), (N, T'); T' is T up to a multiple of 128 |
 | `Q(W)` | `trl_quant.formats.quantize` | (N, K) |
 | `Y`, `dY` | [`product`] | (T, N) |
 | `S`, `C` | the scales of the weight's rows on a diagonal, and its codes | (N, N), (N, K) |
-| `Q(dY S)` | [`quantize_gradient`] | (T, N) |
+| `Q(dY S)` | [`quantizers.quantize_gradient`] | (T, N) |
 | `dX`, `dW` | [`input_gradient`], [`weight_gradient`] | (T, K), (N, K) |
 
 What runs in low precision, on a GPU:
@@ -23,191 +24,34 @@ What runs in low precision, on a GPU:
 | fp8_block | FP8 | FP8 | FP8 | Hopper; N and K multiples of 128 |
 | fp8 | FP8 | FP8 | the caller's | from Ada on; N and K multiples of 16 |
 | fp8_tensor | FP8 | only in sampling | | from Ada on; N and K multiples of 16 |
-| int8 | INT8, by vLLM's product where it is loaded | BF16, of dequantized W | the caller's | N and K multiples of 8 |
+| int8 | INT8; see [`follow_int8`] | BF16, of dequantized W | the caller's | N and K multiples of 8 |
 
 Other shapes and FP32 are multiplied in FP32; in `fp8` and `int8` the codes are converted to BF16 and summed in FP32. On
 a GPU that cannot multiply groups, `fp8_block` dequantizes to BF16 first. On a CPU the sums of `fp8` and `int8` are
 exact, so that a token's outputs do not depend on the other tokens.
-
-Statements about vLLM describe its CUDA operators. The `torch` path of its `QuantFP8`, which torch.compile uses if the
-operator is switched off, differs: it multiplies a token by `1 / scale`, and a group's scale is at least 1 / (448 x
-512). Where DeepGEMM multiplies, vLLM may round scales, including those of weights, up to powers of two
-(`VLLM_USE_DEEP_GEMM_E8M0`, on by default in 0.31, also on Hopper); the scales here are not rounded.
 """
 
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..formats import FORMATS, QuantizedTensor, quantize_activation
-from ..formats.common import group, quotient, ungroup
-from ..formats.fp8 import BLOCK, E4M3_MAX, FP8, FP8Block, decode_e4m3
-from ..precisions import PRECISIONS, with_products
+from ..formats import FORMATS, QuantizedTensor
+from ..formats.fp8 import BLOCK, decode_e4m3
+from .quantizers import LEAST_GRADIENT, capability_of, grouped, multiplies_fp8, quantize_for_both, quantize_gradient
 
 
-INT8_MAX = 127.0
-LEAST_GRADIENT = 2.0**-60  # smallest maximum of a group of gradients, all of which may be small
 # Tensor cores sum FP8 products with 14 bits. vLLM's kernel for `fp8` keeps such sums, and so does this one, to get the
 # sampler's values; the kernels for `fp8_block` add every 128 products to a sum in FP32.
 FAST_ACCUMULATION = True
 TOKENS = 64  # tokens are padded with zeros to a multiple of this; with fewer, cuBLAS sums in another order
 
 
-# Quantizers
-
-
-def quantize_input(x: Tensor, format: str) -> QuantizedTensor:
-    """
-    Quantizes a layer's input as vLLM does, with scales in FP32 whatever the type of the input.
-
-        int8       s = amax / 127                code = round(x (127 / amax)), on a CPU round(x (1 / s))
-        fp8        s = max(amax / 448, 2^-9 / 448)       code = E4M3(x / s)
-        fp8_block  s = max(amax, 1e-10) / 448            code = E4M3(x / s), or E4M3(x (1 / s)) after [`follow_groups`]
-
-    In "fp8_tensor" vLLM has a scale for each token too. AIS has one scale for all tokens, and so has this function:
-    that of [`trl_quant.formats.quantize`], in the type of the input.
-
-    Args:
-        x (`torch.Tensor`): (T, K), BF16 or FP32, finite.
-        format (`str`):
-            "fp8_block" with a scale for each 128 values of a token, "fp8" or "int8" with one for a token, "fp8_tensor"
-            with one for all.
-
-    Returns:
-        [`trl_quant.formats.QuantizedTensor`]: (T, K), with scales (T, ceil(K / 128)), (T, 1) or (1,). On a GPU the
-        scales of "fp8_block" are stored column by column, as its kernels read them.
-
-    Raises:
-        ValueError: Another format.
-    """
-    allowed = with_products()
-    if format not in allowed:
-        raise ValueError(f"format: {format!r} has no products; allowed: {', '.join(allowed)}.")
-    x = x.detach()
-    if FORMATS[format].grouped:
-        return _grouped(x, FORMATS[format].least_amax)
-    if FORMATS[format].activations == "tensor":
-        return _with_one_scale(x, format)
-    if has_kernels(x, format):
-        from ..kernels import unified as kernels
-
-        return kernels.quantize_rows(x, format, x.is_cuda)
-    return quantize_int8(x, x.is_cuda) if FORMATS[format].integers else quantize_fp8(x)
-
-
-def quantize_fp8(x: Tensor, least: float = FP8.least_amax) -> QuantizedTensor:
-    """Quantizes x (T, K) to "fp8" in torch, as [`quantize_input`]; `least` is the smallest maximum of a token."""
-    scale = quotient(_amax(x).clamp(min=least), E4M3_MAX)
-    return QuantizedTensor("fp8", _e4m3(x, scale), scale, x.shape, x.dtype)
-
-
-def quantize_int8(x: Tensor, on_cuda: bool) -> QuantizedTensor:
-    """Quantizes x (T, K) to "int8" in torch, as vLLM does on a GPU or, if not `on_cuda`, on a CPU."""
-    amax = _amax(x)
-    scale = quotient(amax, INT8_MAX)
-    # torch would take `127 / amax` for `127 * (1 / amax)`
-    inverse = torch.full_like(amax, INT8_MAX) / amax if on_cuda else scale.reciprocal()
-    inverse = inverse.masked_fill(amax == 0, 0)
-    codes = (x.float() * inverse).round().clamp(-128, 127).to(torch.int8)
-    return QuantizedTensor("int8", codes, scale, x.shape, x.dtype)
-
-
-def quantize_groups(x: Tensor, least: float, inverts: bool = False) -> QuantizedTensor:
-    """
-    Quantizes x (T, K) to "fp8_block" in torch, as [`quantize_input`]; `least` is the smallest maximum of a group. If it
-    `inverts`, values are multiplied by the rounded 1 / s: five in ten thousand get a neighbouring code.
-    """
-    groups = group(x, BLOCK)
-    scale = quotient(_amax(groups).clamp(min=least), E4M3_MAX)
-    codes = _e4m3(groups.float() * scale.reciprocal(), torch.ones_like(scale)) if inverts else _e4m3(groups, scale)
-    return QuantizedTensor("fp8_block", ungroup(codes, x.shape[1]), scale.squeeze(-1), x.shape, x.dtype)
-
-
-def quantize_groups_for_both(x: Tensor, least: float, inverts: bool = False) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """Computes [`quantize_for_both`] of x (T, K) in torch."""
-    columns = F.pad(x, (0, 0, 0, -len(x) % BLOCK)).t().contiguous()
-    return quantize_groups(x, least, inverts), quantize_groups(columns, least, inverts)
-
-
-_engine_inverts = False  # set by `follow_groups`
-
-
-def inverts() -> bool:
-    """Whether inputs are quantized to "fp8_block" by a multiplication; see [`follow_groups`]."""
-    return _engine_inverts
-
-
-def follow_groups(quantizer: Callable[[Tensor], tuple[Tensor, Tensor]], device: torch.device) -> None:
-    """
-    Makes this process quantize inputs to "fp8_block" as an engine's `quantizer` on `device` does, which maps BF16
-    values (T, K) to codes (T, K) and scales (T, K / 128). vLLM 0.26 divides values by their scale, and vLLM 0.33
-    multiplies them by its rounded inverse. Raises `ValueError` if the quantizer follows neither rule.
-    """
-    global _engine_inverts
-    mantissas = 1 + torch.arange(128) / 128  # each over each: among the quotients are some between two codes
-    x = F.pad(mantissas.repeat(128, 1), (1, 127)).to(torch.bfloat16)
-    x[:, 0] = 2 * mantissas
-    codes, scale = (found.cpu() for found in quantizer(x.to(device)))
-    for rule in (False, True):
-        own = quantize_groups(x, FP8Block.least_amax, rule)
-        if torch.equal(codes.float(), own.values.float()) and torch.equal(scale, own.scale):
-            _engine_inverts = rule
-            return
-    raise ValueError(
-        "`train_precision`='fp8_block' trains in the sampler's numbers, and this version of vLLM quantizes inputs by "
-        "a rule that is not known here. Use another `train_precision`, or a version of vLLM that the README names."
-    )
-
-
-def quantize_for_both(x: Tensor, least: float = FP8Block.least_amax) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """
-    Quantizes a matrix twice to "fp8_block": for a product over its features and for one over its tokens. On a GPU the
-    matrix is read once.
-
-    Both are computed from x itself, so each is rounded once. Jet-RL computes the second from the FP8 codes of the
-    first, because its operators exchange activations in FP8, and so rounds it twice.
-
-    Args:
-        x (`torch.Tensor`): (T, K), BF16 or FP32, finite.
-        least (`float`, *optional*): The smallest maximum of a group; `LEAST_GRADIENT` for gradients.
-
-    Returns:
-        `tuple`: x (T, K) with scales along K, and its transpose (K, T') with scales along T', which is T padded with
-        zeros to a multiple of 128.
-    """
-    x = x.detach()
-    if has_kernels(x, "fp8_block"):
-        from ..kernels import unified as kernels
-
-        return kernels.quantize_groups_for_both(x, least, inverts())
-    return quantize_groups_for_both(x, least, inverts())
-
-
-def quantize_gradient(dy: Tensor, scale: Tensor) -> QuantizedTensor:
-    """
-    Quantizes `dy diag(scale)` to "fp8", with one scale a token: the gradient of a layer's outputs, with the scales of
-    the weight's rows folded in, because they vary along the sum of dX.
-
-    Args:
-        dy (`torch.Tensor`): (T, N), BF16 or FP32, finite.
-        scale (`torch.Tensor`): (N, 1).
-    """
-    dy, factor = dy.detach(), scale.float().flatten()
-    if has_kernels(dy, "fp8"):
-        from ..kernels import unified as kernels
-
-        return kernels.quantize_gradient(dy, factor, LEAST_GRADIENT)
-    return replace(quantize_fp8(dy.float() * factor, LEAST_GRADIENT), dtype=dy.dtype)
-
-
 def dequantize(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
     """Computes `q.dequantize(dtype)`, with a kernel where there is one: "fp8" and "int8" on a GPU."""
-    if q.values.is_cuda and q.values.ndim == 2 and FORMATS[q.format].per_row:
+    if q.values.is_cuda and q.values.ndim == 2 and FORMATS[q.format].activations == "token":
         from ..kernels import unified as kernels
 
         return kernels.dequantize_rows(q, dtype or q.dtype)
@@ -217,7 +61,7 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
 def transposed(w: QuantizedTensor) -> QuantizedTensor:
     """
     Transposes a weight (N, K) to (K, N). The blocks of "fp8_block" are square, so no value changes. In "fp8" the result
-    has scales of 1, because [`quantize_gradient`] applies the scales of the rows.
+    has scales of 1, because [`quantizers.quantize_gradient`] applies the scales of the rows.
     """
     if w.values.is_cuda:
         from ..kernels import unified as kernels
@@ -247,7 +91,7 @@ def product(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, dtype: 
         fp8_block    round(round(sum) + b)                   as vLLM, which adds the bias in the type of the output
 
     Args:
-        x ([`trl_quant.formats.QuantizedTensor`]): (T, K), from [`quantize_input`].
+        x ([`trl_quant.formats.QuantizedTensor`]): (T, K), from [`quantizers.quantize_input`].
         w ([`trl_quant.formats.QuantizedTensor`]): (N, K), of the same format, from [`trl_quant.formats.quantize`].
         bias (`torch.Tensor`, *optional*): (N,).
         dtype (`torch.dtype`): Type of the result, BF16 or FP32.
@@ -263,35 +107,77 @@ def product(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, dtype: 
             f"x: {x.format!r} of shape {tuple(x.shape)}, but the weight is {w.format!r} of shape {tuple(w.shape)}; "
             "both must have the same format and the same number of columns."
         )
-    fmt = FORMATS[x.format]
-    if fmt.grouped:
-        y = _product_of_groups(x, w, dtype)
-        return y if bias is None else y + bias.to(dtype)
-    (tokens, inputs), outputs = x.shape, w.shape[0]
-    fits = tokens > 0 and inputs % 16 == outputs % 16 == 0
-    if not fmt.integers and dtype == torch.bfloat16 and fits and multiplies_fp8(x.values):
-        if fmt.activations == "tensor":
-            scales = x.wide_scale, F.ScalingType.TensorWise, w.wide_scale, F.ScalingType.TensorWise
-        else:
-            scales = filled(x.scale), F.ScalingType.RowWise, w.wide_scale.view(1, -1), F.ScalingType.RowWise
-        return F.scaled_mm(
-            filled(x.values), w.values.t(), *scales,
-            bias=None if bias is None else bias.to(dtype), output_dtype=dtype, use_fast_accum=FAST_ACCUMULATION,
-        )[:tokens]  # fmt: skip
-    if fmt.integers and dtype == torch.bfloat16 and fits and has_engines_product(x.values, x.format):
-        y = x.values.new_empty(tokens, outputs, dtype=dtype)
-        bias = None if bias is None else bias.to(dtype)
-        torch.ops._C.cutlass_scaled_mm(y, x.values, w.values.t(), x.scale, w.wide_scale, bias)
-        return y
-    if not x.values.is_cuda or not tokens:
-        return scale_sums(_exact_sums(x.values, w.values), x.scale, w.scale, bias, dtype)
-    if fmt.integers and inputs % 8 == outputs % 8 == 0:
-        from ..kernels import unified as kernels
+    return _function(x, w, dtype)(x, w, bias, dtype)
 
-        sums = torch._int_mm(filled(x.values), w.values.t())[:tokens]
-        return kernels.scale_sums(sums, x.scale, w.wide_scale, bias, dtype)
+
+def _function(x: QuantizedTensor, w: QuantizedTensor, dtype: torch.dtype) -> Callable:
+    """Returns the function that computes [`product`] of these formats and shapes on this device."""
+    fmt, (tokens, inputs), outputs, on_cuda = FORMATS[x.format], x.shape, w.shape[0], x.values.is_cuda
+    is_fast = dtype == torch.bfloat16 and tokens > 0 and inputs % 16 == outputs % 16 == 0
+    functions = (
+        (_multiply_groups, fmt.grouped),
+        (_multiply_fp8, not fmt.integers and is_fast and multiplies_fp8(x.values)),
+        (_multiply_int8_as_engine, fmt.integers and is_fast and on_cuda and _engines_int8 is not None),
+        (_multiply_exactly, not on_cuda or not tokens),
+        (_multiply_int8, fmt.integers and inputs % 8 == outputs % 8 == 0),
+        (_multiply_in_bf16, True),
+    )
+    return next(function for function, runs in functions if runs)
+
+
+def _multiply_groups(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    y = _product_of_groups(x, w, dtype)
+    return y if bias is None else y + bias.to(dtype)
+
+
+def _multiply_fp8(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if FORMATS[x.format].activations == "tensor":
+        scales = x.wide_scale, F.ScalingType.TensorWise, w.wide_scale, F.ScalingType.TensorWise
+    else:
+        scales = filled(x.scale), F.ScalingType.RowWise, w.wide_scale.view(1, -1), F.ScalingType.RowWise
+    return F.scaled_mm(
+        filled(x.values), w.values.t(), *scales,
+        bias=None if bias is None else bias.to(dtype), output_dtype=dtype, use_fast_accum=FAST_ACCUMULATION,
+    )[:len(x.values)]  # fmt: skip
+
+
+def _multiply_int8_as_engine(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    y = x.values.new_empty(len(x.values), len(w.values), dtype=dtype)
+    _engines_int8(y, x.values, w.values.t(), x.scale, w.wide_scale, None if bias is None else bias.to(dtype))
+    return y
+
+
+def _multiply_exactly(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return scale_sums(_exact_sums(x.values, w.values), x.scale, w.scale, bias, dtype)
+
+
+def _multiply_int8(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    from ..kernels import unified as kernels
+
+    sums = torch._int_mm(filled(x.values), w.values.t())[: len(x.values)]
+    return kernels.scale_sums(sums, x.scale, w.wide_scale, bias, dtype)
+
+
+def _multiply_in_bf16(x: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     codes, w_codes = (q.values.to(torch.bfloat16) for q in (x, w))  # exactly
     return scale_sums(torch.mm(codes, w_codes.t(), out_dtype=torch.float32), x.scale, w.scale, bias, dtype)
+
+
+_engines_int8: Callable | None = None  # set by `follow_int8`
+
+
+def follow_int8(multiply: Callable | None) -> None:
+    """
+    Makes this process multiply INT8 codes on a GPU with an engine's function; `None` ends it. vLLM's gives the same
+    bits as the product and the kernel here, but does not write INT32 sums to memory.
+
+    Args:
+        multiply (`Callable`, *optional*):
+            Writes `s_x x w s_w + bias` to its first argument (T, N). The others are the codes x (T, K) and w (K, N),
+            their scales (T, 1) and (N, 1), and the bias (N,) or `None`.
+    """
+    global _engines_int8
+    _engines_int8 = multiply
 
 
 def input_gradient(dy: Tensor, w: QuantizedTensor) -> Tensor:
@@ -307,7 +193,7 @@ def input_gradient(dy: Tensor, w: QuantizedTensor) -> Tensor:
     """
     fmt = FORMATS[w.format]
     if fmt.grouped:
-        return _product_of_groups(_grouped(dy.detach(), LEAST_GRADIENT), transposed(w), dy.dtype)
+        return _product_of_groups(grouped(dy.detach(), LEAST_GRADIENT), transposed(w), dy.dtype)
     if fmt.integers:
         return _multiply(dy.detach(), dequantize(w, dy.dtype))
     return product(quantize_gradient(dy, w.wide_scale), transposed(w), None, dy.dtype)
@@ -318,7 +204,7 @@ def weight_gradient(dy_t: QuantizedTensor, x_t: QuantizedTensor, dtype: torch.dt
     Computes `dy^T x` in "fp8_block".
 
     Args:
-        dy_t, x_t ([`trl_quant.formats.QuantizedTensor`]): (N, T'), (K, T'), from [`quantize_for_both`].
+        dy_t, x_t ([`trl_quant.formats.QuantizedTensor`]): (N, T'), (K, T'), from [`quantizers.quantize_for_both`].
         dtype (`torch.dtype`): Type of the result, BF16 or FP32.
 
     Returns:
@@ -339,7 +225,7 @@ def input_and_weight_gradient(
     Args:
         dy (`torch.Tensor`): (T, N), BF16 or FP32.
         w ([`trl_quant.formats.QuantizedTensor`]): (N, K).
-        x_t ([`trl_quant.formats.QuantizedTensor`]): (K, T'), from [`quantize_for_both`].
+        x_t ([`trl_quant.formats.QuantizedTensor`]): (K, T'), from [`quantizers.quantize_for_both`].
         dtype (`torch.dtype`, *optional*): Type of dW.
 
     Returns:
@@ -376,36 +262,6 @@ def joint_bias(biases: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor 
 
 
 # Parts
-
-
-def _amax(x: Tensor) -> Tensor:
-    """Returns the largest absolute value along the last dimension, which becomes 1, in FP32."""
-    return x.abs().amax(-1, keepdim=True).float()
-
-
-def _e4m3(x: Tensor, scale: Tensor) -> Tensor:
-    """Returns the E4M3 codes of `x / scale`."""
-    return (x.float() / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-
-
-def _with_one_scale(x: Tensor, format: str) -> QuantizedTensor:
-    """Computes [`quantize_input`] to a format with one scale for all tokens."""
-    if not x.numel():
-        return QuantizedTensor(format, x.to(torch.float8_e4m3fn), x.new_ones(1), x.shape, x.dtype)
-    if not x.is_cuda:
-        return quantize_activation(x, format, check=False)
-    from ..kernels.quantize import quantize as kernel
-
-    return kernel(x.contiguous(), format, check=False)
-
-
-def _grouped(x: Tensor, least: float) -> QuantizedTensor:
-    """Computes [`quantize_groups`], with a kernel if there is one."""
-    if has_kernels(x, "fp8_block"):
-        from ..kernels import unified as kernels
-
-        return kernels.quantize_groups(x, least, inverts())
-    return quantize_groups(x, least, inverts())
 
 
 def _exact_sums(x: Tensor, w: Tensor) -> Tensor:
@@ -456,23 +312,6 @@ def block_scales(scale: Tensor) -> Tensor:
     return (F.pad(scale.float(), (0, missing)) if missing else scale.float()).contiguous().t()
 
 
-def has_engines_product(x: Tensor, format: str) -> bool:
-    """
-    Whether vLLM has loaded its product of INT8 codes and runs it on this GPU. It gives the same bits as the product and
-    the kernel here, but does not write INT32 sums to memory.
-    """
-    if not x.is_cuda or "vllm" not in sys.modules:
-        return False
-    vllm, capability = PRECISIONS[format].vllm, _capability(x.device)
-    is_run = vllm.capability <= capability and (vllm.below is None or capability < vllm.below)
-    return is_run and hasattr(torch.ops._C, "cutlass_scaled_mm")
-
-
-@cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
 def multiplies(format: str, device: torch.device) -> bool:
     """Whether a GPU multiplies in this format."""
     x, fmt = torch.empty(0, device=device), FORMATS[format]
@@ -481,17 +320,6 @@ def multiplies(format: str, device: torch.device) -> bool:
     return x.is_cuda if fmt.integers else multiplies_fp8(x)
 
 
-def multiplies_fp8(x: Tensor) -> bool:
-    """Whether the device of `x` multiplies FP8 codes."""
-    return x.is_cuda and _capability(x.device) >= (8, 9) and hasattr(F, "scaled_mm")
-
-
 def multiplies_groups(x: Tensor) -> bool:
     """Whether the device of `x` multiplies FP8 codes with scales for groups and blocks."""
-    return multiplies_fp8(x) and _capability(x.device)[0] == 9
-
-
-def has_kernels(x: Tensor, format: str) -> bool:
-    """Whether quantizers run in our kernels, which have a scale for each token or for parts of it."""
-    fmt = FORMATS[format]
-    return x.is_cuda and x.numel() > 0 and fmt.activations != "tensor" and (fmt.integers or multiplies_fp8(x))
+    return multiplies_fp8(x) and capability_of(x.device)[0] == 9

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ..formats import FORMATS, QuantizedTensor, quantize, quantize_activation
 from ..precisions import PRECISIONS
-from .products import quantize_input
+from .quantizers import quantize_input
 
 
 class EngineWeight(NamedTuple):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..formats import FORMATS, QuantizedTensor
 from ..formats.fp8 import BLOCK
-from . import products
+from . import products, quantizers
 from .operators import UNSAFE, codes_of, operator, shapes_of
 from .products import joint_bias
 
@@ -30,7 +30,7 @@ def _quantize(x: Tensor, format: str, both: bool) -> list[Tensor]:
     groups, those of its transpose for the backward pass.
     """
     x = x.contiguous()
-    found = products.quantize_for_both(x) if both else [products.quantize_input(x, format)]
+    found = quantizers.quantize_for_both(x) if both else [quantizers.quantize_input(x, format)]
     return [tensor.contiguous() for q in found for tensor in (q.values, q.scale)]
 
 

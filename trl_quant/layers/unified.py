@@ -16,8 +16,8 @@ estimator (arXiv:1308.3432, section 3) where it quantizes weights alone, to four
 
 If scales have groups along the inner dimension (`fp8_block`), all these products are in FP8: dY is quantized along its
 outputs for dX, and dY and X along the tokens for dW. For dW, the forward pass quantizes the 16-bit X a second time,
-while Jet-RL quantizes its FP8 activations again: see [`products.quantize_for_both`]. In `fp8`, dX is in FP8, with the
-weight's scales folded into dY: see [`products.quantize_gradient`]. The other gradients are 16-bit products of
+while Jet-RL quantizes its FP8 activations again: see [`quantizers.quantize_for_both`]. In `fp8`, dX is in FP8, with the
+weight's scales folded into dY: see [`quantizers.quantize_gradient`]. The other gradients are 16-bit products of
 dequantized values.
 
 With a LoRA adapter that the engine merges, the policy is Q(W + s B A), which is also quantized once a step. [`joint`]

@@ -1,5 +1,7 @@
 """vLLM samples with the codes that the policy is trained with: as a fresh engine on its weights, bit for bit."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -18,6 +20,7 @@ from trl_quant.policy.adapters import delta_weight
 from trl_quant.policy.unified import unify
 from trl_quant.rollout import weights
 from trl_quant.rollout.vllm import engine as room
+from trl_quant.rollout.vllm import support
 
 
 pytestmark = pytest.mark.vllm
@@ -100,3 +103,23 @@ def test_fp8_by_blocks_is_multiplied_as_given(tmp_path, monkeypatch):
     unify(model, "fp8_block")
     with pytest.raises(Asked, match="fp8_block"):
         engine(model, "fp8_block")
+
+
+@pytest.mark.parametrize(
+    ("precision", "capability", "follows"),
+    [
+        ("int8", (9, 0), True),
+        ("int8", (8, 0), True),
+        ("int8", (10, 0), False),
+        ("int8", (6, 1), False),
+        ("fp8", (9, 0), False),
+    ],
+)
+def test_int8_codes_are_multiplied_by_vllm_where_it_can(precision, capability, follows, monkeypatch):
+    """vLLM has no product of INT8 codes from Blackwell on."""
+    theirs, followed = object(), []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.ops, "_C", SimpleNamespace(cutlass_scaled_mm=theirs), raising=False)
+    monkeypatch.setattr(support, "follow_int8", followed.append)
+    support.compute_as_vllm(precision, torch.device("cuda"))
+    assert followed == [theirs] * follows

@@ -22,7 +22,7 @@ from ..base import RolloutEngine, count_layers
 from ..engine import RolloutNoise
 from ..tensors import ties_embeddings
 from ..verify.kv_cache import UNQUANTIZED, KVCache
-from .support import quantize_as_vllm
+from .support import compute_as_vllm
 
 
 class VLLMBase(RolloutEngine):
@@ -72,7 +72,7 @@ class VLLMBase(RolloutEngine):
         self.start_vllm()
         self.accelerator.wait_for_everyone()  # vLLM takes longer on some ranks, and DeepSpeed would not wait
         if not self.on_cpu and self.weights.multiplies_in(self.precision):
-            quantize_as_vllm(self.precision, self.accelerator.device)
+            compute_as_vllm(self.precision, self.accelerator.device)
         self.drift.quantizer = self.quantizers["quantizer"]
         self._started_model = self._model_traits()
 

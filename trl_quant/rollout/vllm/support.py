@@ -15,7 +15,8 @@ from trl.import_utils import is_vllm_available
 
 from ...formats import FORMATS
 from ...formats.fp8 import BLOCK
-from ...layers.products import follow_groups
+from ...layers.products import follow_int8
+from ...layers.quantizers import follow_groups
 from ...models.families import family_of
 from ...models.linears import dense_linears, unquantized_linears
 from ...models.names import clean_name
@@ -254,16 +255,21 @@ def multiply_as_given(precision: str) -> None:
             )
 
 
-def quantize_as_vllm(precision: str, device: torch.device) -> None:
+def compute_as_vllm(precision: str, device: torch.device) -> None:
     """
-    Makes layers that train in `precision` quantize their inputs as the installed vLLM does on a GPU. Versions differ
-    where groups of values have a scale: see [`follow_groups`].
+    Makes layers that train in `precision` compute as the installed vLLM does on a GPU. Where groups of values have a
+    scale, versions of vLLM quantize inputs by different rules: see [`follow_groups`]. INT8 codes are multiplied by
+    vLLM's function where it has one for this GPU: see [`follow_int8`].
     """
-    if not FORMATS[PRECISIONS[precision].format].grouped:
-        return
-    from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
+    fmt, vllm = FORMATS[PRECISIONS[precision].format], PRECISIONS[precision].vllm
+    if fmt.grouped:
+        from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
 
-    follow_groups(partial(per_token_group_quant_fp8, group_size=BLOCK, use_ue8m0=False), device)
+        follow_groups(partial(per_token_group_quant_fp8, group_size=BLOCK, use_ue8m0=False), device)
+    if fmt.integers and _missing_on_gpu(vllm, torch.cuda.get_device_capability(device)) is None:
+        from vllm import _custom_ops  # noqa: F401 - loads vLLM's operators
+
+        follow_int8(getattr(torch.ops._C, "cutlass_scaled_mm", None))
 
 
 def check_architecture(config, model_impl: str) -> None:
