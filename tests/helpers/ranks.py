@@ -67,19 +67,15 @@ def shard_on_cpu() -> None:
 
 def train_embedded(mode: str, precision: str, tuning: str, path: Path) -> list[dict]:
     """Three steps with the embedded engine, whose gradients nothing clips; what they logged."""
-    from distilling import distil
-    from training import config, dataset, lora, make
+    from training import dataset, lora, trainer_for
 
-    from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, QuantRLOOConfig, QuantRLOOTrainer
+    from trl_quant import QuantDistillationTrainer, QuantGRPOTrainer, QuantRLOOTrainer
 
-    kinds = (QuantRLOOTrainer, QuantRLOOConfig) if mode == "rloo" else (QuantGRPOTrainer, QuantGRPOConfig)
+    kind = {"rloo": QuantRLOOTrainer, "distilled": QuantDistillationTrainer}.get(mode, QuantGRPOTrainer)
     settings = {"rollout_precision": precision, "max_steps": 3, "max_grad_norm": 0.0, "beta": 0.0}
     options = {"train_dataset": dataset(32), "peft_config": lora() if tuning == "lora" else None}
-    model = str(path.parent / "model")
-    if mode == "distilled":
-        trainer = distil(path, model=model, is_correction="tis", options=options, **settings)
-    else:
-        trainer = make(kinds[0], config(kinds[1], path / "out", **settings), model=model, **options)
+    settings |= {"is_correction": "tis"} if mode == "distilled" else {}
+    trainer = trainer_for(path / "out", str(path.parent / "model"), kind, **options, **settings)
     trainer.train()
     names = ("mismatch/kl_k3", "sampling/sampling_logp_difference/max", "reward", "entropy")
     names += ("weights/normalized_quantization_error", "weights/normalized_update")

@@ -1,10 +1,24 @@
 """Short runs of `QuantRLOOTrainer` for the tests."""
 
-from training import config, make
+import torch
+from training import trainer_for
 
-from trl_quant import QuantRLOOConfig, QuantRLOOTrainer
+from trl_quant import QuantRLOOTrainer
 
 
-def quantized(path, model=None, **settings) -> QuantRLOOTrainer:
-    settings = {"rollout_precision": "int4", "max_steps": 2, "beta": 0.0} | settings
-    return make(QuantRLOOTrainer, config(QuantRLOOConfig, path / "out", **settings), model=model)
+def quantized(path, model=None, kind=QuantRLOOTrainer, **given) -> QuantRLOOTrainer:
+    given = {"rollout_precision": "int4", "max_steps": 2, "beta": 0.0} | given
+    return trainer_for(path / "out", model, kind, **given)
+
+
+class Counting(QuantRLOOTrainer):
+    """Notes the steps of the passes of TRL without gradients."""
+
+    def train(self, *args, **kwargs):
+        self.passes = []
+        return super().train(*args, **kwargs)
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        if not torch.is_grad_enabled() and not self.correction_step.saves_pass():
+            self.passes.append(self.state.global_step)
+        return super()._get_per_token_logps_and_entropies(*args, **kwargs)

@@ -31,6 +31,7 @@ from trl_quant.storage.run_checkpoints import last_complete_checkpoint, read_rol
         {"peft": True, "train_precision": "nvfp4", "rollout_precision": None, "dynamic_sampling_rounds": 1},
         {"train_precision": "fp8_block", "rollout_precision": None},
         {"peft": True, "train_precision": "int8", "rollout_precision": None},
+        pytest.param({"train_precision": "nvfp4", "rollout_precision": None}, marks=pytest.mark.isa),
         {"num_iterations": 2, "max_steps": 8, "save_steps": 4},
         {"prompts": 4},
         {"prompts": 2},
@@ -42,6 +43,7 @@ from trl_quant.storage.run_checkpoints import last_complete_checkpoint, read_rol
         "frozen base",
         "unified",
         "unified lora",
+        "qat",
         "iterations",
         "second epoch",
         "fourth epoch",
@@ -49,6 +51,7 @@ from trl_quant.storage.run_checkpoints import last_complete_checkpoint, read_rol
 )
 def test_killed_and_resumed_equals_unbroken(tmp_path, options):
     whole = trainer_of(tmp_path / "whole", **options)
+    start = parameters(whole)
     whole.train()
     kill_at = 3 if "num_iterations" in options else 5  # a generation in the second half
     broken = trainer_of(tmp_path / "broken", kill_at=kill_at, **options)
@@ -60,6 +63,7 @@ def test_killed_and_resumed_equals_unbroken(tmp_path, options):
     mine, theirs = parameters(resumed), parameters(whole)
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
     assert len({entry["noise/sigma"] for entry in metrics(whole) if "noise/sigma" in entry}) == 3
+    assert any(not torch.equal(theirs[name], value) for name, value in start.items())
 
 
 def test_a_resume_with_another_scaling_is_refused(tmp_path):

@@ -5,15 +5,14 @@ import runpy
 import time
 
 import pytest
-from distilling import distil, settings_of, teacher
+from distilling import distil
 from places import ROOT
 from reference import diagnostics
-from tiny import VOCAB_SIZE, gpt2, save_tiny, tiny_model
-from training import config, metrics
-from trl import GRPOConfig
+from tiny import VOCAB_SIZE, gpt2, save_tiny
+from training import config, metrics, scored_batches, teacher
 from turns import calling_tokenizer, conversations, note
 
-from trl_quant import QuantDistillationConfig, QuantDistillationTrainer
+from trl_quant import QuantDistillationConfig
 from trl_quant.corrections import CORRECTIONS
 from trl_quant.rollout.trl_face import Turn
 from trl_quant.trainers.recorded import logps_of_turns
@@ -28,8 +27,8 @@ pytestmark = pytest.mark.isa
 def with_tools(path, turns: int, tool=note, **settings):
     """A run whose completions take `turns` turns of at most four tokens."""
     settings = {"max_completion_length": 160, "max_tool_calling_iterations": turns - 1, "max_steps": 1} | settings
-    options = {"tools": [tool], "processing_class": calling_tokenizer(), "train_dataset": conversations(64)}
-    return distil(path, options=options, generation_kwargs={"max_new_tokens": 4}, **settings)
+    given = {"tools": [tool], "processing_class": calling_tokenizer(), "train_dataset": conversations(64)}
+    return distil(path, generation_kwargs={"max_new_tokens": 4}, **given, **settings)
 
 
 def test_each_turn_is_heard(tmp_path):
@@ -38,8 +37,7 @@ def test_each_turn_is_heard(tmp_path):
     policy's own weights has the policy's. What tools wrote counts nowhere, and its ratio is in no prefix.
     """
     trainer = with_tools(tmp_path, 3, rollout_precision="int4", is_correction="tis", is_cap=1.05)
-    batches, score, weighed = [], trainer._generate_and_score_completions, []
-    trainer._generate_and_score_completions = lambda inputs: batches.append(score(inputs)) or batches[-1]
+    batches, weighed = scored_batches(trainer), []
     write = trainer.correction_step.write_into_open_batch
 
     def noted(logps):
@@ -133,20 +131,20 @@ REFUSED = [name for name in CORRECTIONS if name not in ("none", "decoupled", "ti
 )
 def test_what_cannot_act_is_refused(settings, says):
     with pytest.raises(ValueError, match=re.escape(says)):
-        settings_of(QuantDistillationConfig, "unused", **settings)
+        config(QuantDistillationConfig, "unused", **settings)
 
 
 def test_exact_rollouts_are_refused():
     settings = {"train_precision": "int8", "exact_rollouts": True, "use_vllm": True, "vllm_mode": "colocate"}
     with pytest.raises(ValueError, match="`exact_rollouts`=True makes sampler and trainer agree"):
-        settings_of(QuantDistillationConfig, "unused", **settings)
+        config(QuantDistillationConfig, "unused", **settings)
 
 
 def test_defaults_of_the_correction():
-    given = {name: settings_of(QuantDistillationConfig, "unused", rollout_precision=name) for name in (None, "int8")}
+    given = {name: config(QuantDistillationConfig, "unused", rollout_precision=name) for name in (None, "int8")}
     assert [args.is_correction for args in given.values()] == ["trl", "none"]
     assert given[None].correction() is None and given["int8"].correction() == CORRECTIONS["none"]()
-    args = settings_of(QuantDistillationConfig, "unused", gradient_accumulation_steps=3)
+    args = config(QuantDistillationConfig, "unused", gradient_accumulation_steps=3)
     assert (args.steps_per_generation, args.generation_batch_size) == (3, 24)
 
 
@@ -183,7 +181,7 @@ def test_teachers_are_checked_before_loading(tmp_path, monkeypatch, given, setti
     path = save_tiny(tmp_path / "model", seed=3)
     monkeypatch.setattr("trl.trainer.distillation_trainer.create_model_from_path", None)  # loads nothing
     with pytest.raises(ValueError, match=re.escape(says)):
-        distil(tmp_path, model=path, options=options, **settings)
+        distil(tmp_path, path, **options, **settings)
 
 
 @pytest.mark.parametrize(
@@ -202,23 +200,8 @@ def test_options_of_another_teacher_are_refused(tmp_path, settings, says):
 
 def test_a_teacher_without_linear_layers_is_refused(tmp_path):
     gpt2().save_pretrained(tmp_path / "gpt2")
-    options = {"teacher_model": str(tmp_path / "gpt2")}
     with pytest.raises(ValueError, match="GPT2LMHeadModel has no linear layers in its decoder to hold in 'mxfp4'"):
-        distil(tmp_path, teacher_precision="mxfp4", options=options)
-
-
-def test_another_config_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"`args` is a GRPOConfig\. It must be a `QuantDistillationConfig`"):
-        QuantDistillationTrainer(tiny_model(), teacher(), args=config(GRPOConfig, tmp_path))
-
-
-def test_what_it_says_of_itself(tmp_path, capsys):
-    lines = []
-    for settings in ({}, {"is_correction": "tis"}, {"rollout_precision": None}):
-        distil(tmp_path, **settings)
-        lines.append(capsys.readouterr().out)
-    assert "INT4, embedded" in lines[0] and "no correction" in lines[0]
-    assert "correction tis, cap 2" in lines[1] and "no correction" in lines[2]
+        distil(tmp_path, teacher_precision="mxfp4", teacher_model=str(tmp_path / "gpt2"))
 
 
 # The example

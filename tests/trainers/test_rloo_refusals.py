@@ -7,10 +7,9 @@ import runpy
 import pytest
 from places import ROOT
 from rloo import quantized
-from training import config, make, metrics
-from trl import GRPOConfig
+from training import config, metrics
 
-from trl_quant import QuantRLOOConfig, QuantRLOOTrainer
+from trl_quant import QuantRLOOConfig
 from trl_quant.trainers.sampling import QuantSampling
 
 
@@ -69,20 +68,6 @@ def test_what_cannot_act_is_refused(settings, says):
 def test_bounds_of_a_reward_are_accepted(clip):
     args = config(QuantRLOOConfig, "unused", reward_clip_range=clip, sync_ref_model=True, beta=0.1)
     assert args.reward_clip_range == clip
-
-
-def test_another_config_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"`args` is a GRPOConfig\. It must be a `QuantRLOOConfig`"):
-        make(QuantRLOOTrainer, config(GRPOConfig, tmp_path))
-
-
-def test_what_it_says_of_itself(tmp_path, capsys):
-    lines = []
-    for settings in ({}, {"is_correction": "none"}, {"rollout_precision": None}):
-        quantized(tmp_path, **settings)
-        lines.append(capsys.readouterr().out)
-    assert "correction tis, cap 2" in lines[0]
-    assert "no correction" in lines[1] and "no correction" in lines[2]
 
 
 def test_its_rewards_must_be_finite(tmp_path):
