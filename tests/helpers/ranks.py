@@ -17,11 +17,13 @@ import os
 import socket
 import sys
 import time
-from functools import partial
+from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from unittest.mock import patch
 from zipfile import is_zipfile
 
+import pytest
 import torch
 import warm
 from places import ROOT
@@ -41,6 +43,29 @@ def on_two_ranks(configuration: str, path: Path, *cases: str) -> str:
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
     done = warm.run(command, env=environment, capture_output=True)
     return f"{done.stdout}{done.stderr}\nThe ranks ended with {done.returncode}."
+
+
+def on_demand(tmp_path_factory, launches: dict[str, tuple[str, list[str]]]):
+    """
+    What both ranks found in a case of a launch, which runs when the first of its cases is asked for. A launch has a
+    configuration of accelerate and cases.
+    """
+    from tiny import save_tiny
+
+    @cache
+    def launched(launch: str) -> tuple[Path, str]:
+        configuration, cases = launches[launch]
+        path = tmp_path_factory.mktemp(launch)
+        save_tiny(path / "model", "qwen2", dtype=torch.bfloat16)
+        return path, on_two_ranks(configuration, path, *cases)
+
+    def found(launch: str, case: str) -> list[dict]:
+        if launch.startswith("zero") and not find_spec("deepspeed"):  # only the ranks need to import it
+            pytest.skip("deepspeed is not installed")
+        path, printed = launched(launch)
+        return results(path, case, printed)
+
+    return found
 
 
 def results(path: Path, case: str, printed: str) -> list[dict]:

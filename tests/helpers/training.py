@@ -52,6 +52,19 @@ def killing(kill_at: int | None):
     return reward
 
 
+def killed_and_resumed(build, path, kill_at: int) -> tuple:
+    """An unbroken run, and one that was killed and resumed. `build(path, kill_at=None)` builds with [`killing`]."""
+    whole = build(path / "whole")
+    whole.train()
+    try:
+        build(path / "broken", kill_at=kill_at).train()
+    except Killed:
+        resumed = build(path / "broken")
+        resumed.train(resume_from_checkpoint=True)
+        return whole, resumed
+    raise AssertionError("the run was not killed")
+
+
 def lora(**given) -> LoraConfig:
     settings = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", "init_lora_weights": False}
     return LoraConfig(**{"r": 4, "lora_alpha": 16} | settings | given)

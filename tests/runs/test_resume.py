@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from peft import LoraConfig
 from resumes import SETTINGS, metrics, trainer_of
 from safetensors.torch import load_file, save_file
-from training import Killed, config, make, parameters
+from training import Killed, config, killed_and_resumed, make, parameters
 from transformers import TrainerCallback
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, QuantPPOConfig, QuantRLOOConfig
@@ -50,19 +51,13 @@ from trl_quant.storage.run_checkpoints import last_complete_checkpoint, read_rol
     ],
 )
 def test_killed_and_resumed_equals_unbroken(tmp_path, options):
-    whole = trainer_of(tmp_path / "whole", **options)
-    start = parameters(whole)
-    whole.train()
     kill_at = 3 if "num_iterations" in options else 5  # a generation in the second half
-    broken = trainer_of(tmp_path / "broken", kill_at=kill_at, **options)
-    with pytest.raises(Killed):
-        broken.train()
-    resumed = trainer_of(tmp_path / "broken", **options)
-    resumed.train(resume_from_checkpoint=True)
+    whole, resumed = killed_and_resumed(partial(trainer_of, **options), tmp_path, kill_at)
     assert metrics(resumed) == metrics(whole)
     mine, theirs = parameters(resumed), parameters(whole)
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
     assert len({entry["noise/sigma"] for entry in metrics(whole) if "noise/sigma" in entry}) == 3
+    start = parameters(trainer_of(tmp_path / "start", **options))
     assert any(not torch.equal(theirs[name], value) for name, value in start.items())
 
 

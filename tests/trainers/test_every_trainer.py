@@ -1,6 +1,7 @@
 """What holds for each of our trainers alike: TRL's bits, its own sampler, the embedded copy, vLLM, a resumed run."""
 
 import math
+import runpy
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -9,6 +10,7 @@ import torch
 import trl.trainer.distillation_trainer as distillation_trainer
 import trl.trainer.grpo_trainer as grpo_trainer
 import trl.trainer.rloo_trainer as rloo_trainer
+from places import ROOT
 from tiny import save_tiny
 from training import (
     MadeUpSampler,
@@ -250,6 +252,21 @@ def test_what_it_says_of_itself(tmp_path, capsys, kind):
     assert "correction tis, cap 2" in lines[0] and "INT4, embedded" in lines[0]
     assert "no correction" in lines[1] and "no correction" in lines[2]
     assert ("correction tis, cap 2" if kind == "RLOO" else "no correction") in lines[3]
+
+
+@others
+def test_the_example_trains(tmp_path, monkeypatch, kind):
+    """A few steps of what a user runs, on the repository's model, which is right on a third; a student comes nearer."""
+    monkeypatch.chdir(tmp_path)
+    script = runpy.run_path(str(ROOT / f"examples/{kind.lower()}.py"))
+    steps, rows = (2, 64) if kind == "RLOO" else (6, 32)
+    trainer = script["main"](max_steps=steps, logging_steps=1, per_device_train_batch_size=rows, disable_tqdm=True)
+    logs = [log for log in metrics(trainer) if "loss" in log]
+    assert len(logs) == steps and all(0 < log["mismatch/kl_k3"] < 0.01 for log in logs)
+    if kind == "RLOO":
+        assert all(0.1 < log["reward"] < 0.8 and log["grad_norm"] > 0 for log in logs)
+    else:
+        assert logs[-1]["loss"] < 0.6 * logs[0]["loss"]
 
 
 @pytest.mark.vllm
