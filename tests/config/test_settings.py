@@ -7,7 +7,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from tiny import FAMILIES, save_tiny, tiny_model, tiny_tokenizer
-from training import config, dataset, lora, make, metrics
+from training import config, dataset, generation, lora, make, metrics
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_quant import AISGRPOConfig, AISGRPOTrainer, QuantGRPOConfig, QuantGRPOTrainer
@@ -20,15 +20,6 @@ from trl_quant.storage.run_checkpoints import read_rollout_state
 
 def build(config_class=QuantGRPOConfig, **kwargs):
     return config_class(output_dir="unused", use_cpu=True, bf16=False, report_to=[], **kwargs)
-
-
-def scored(trainer, prompts: int = 2):
-    trainer.model.train()
-    trainer.state.max_steps = trainer.args.max_steps
-    trainer.current_gradient_accumulation_steps = 1
-    return trainer._generate_and_score_completions(
-        [{"prompt": p} for p in dataset(prompts)["prompt"] for _ in range(4)]
-    )
 
 
 NOISY = {
@@ -250,7 +241,7 @@ def test_the_loss_of_a_sequence_has_that_weight(tmp_path):
     settings = {"rollout_precision": "int4", "is_correction": "decoupled", "loss_type": "grpo", "num_iterations": 2}
     args = config(QuantGRPOConfig, tmp_path, importance_sampling_level="sequence", **settings)
     trainer = make(QuantGRPOTrainer, args)
-    output = scored(trainer)
+    output = generation(trainer)
     mask = output["completion_mask"].bool()
     ratio = (output["old_per_token_logps"] - output["sampling_per_token_logps"]).masked_fill(~mask, 0).sum(1).exp()
     assert torch.allclose(output["importance_sampling_ratio"][:, 0], ratio, rtol=1e-5) and ratio.std() > 1e-3
@@ -297,7 +288,7 @@ def test_what_trl_caps_and_drops_is_measured(tmp_path, mode, caplog):
     settings = {"rollout_precision": "int4", "is_correction": "trl", "vllm_importance_sampling_clip_max": 1.05}
     args = config(QuantGRPOConfig, tmp_path, vllm_importance_sampling_mode=mode, **settings)
     trainer = make(QuantGRPOTrainer, args)
-    output = scored(trainer)
+    output = generation(trainer)
     mask = output["completion_mask"].bool()
     weights = output["importance_sampling_ratio"].expand(mask.shape)[mask]
     logged = {name: values[-1] for name, values in trainer._metrics["train"].items()}
@@ -323,7 +314,7 @@ def test_rescued_tokens(tmp_path):
         QuantGRPOConfig, tmp_path, rollout_precision="int4", is_correction="acr", is_cap=1.0, num_iterations=2
     )
     trainer = make(QuantGRPOTrainer, args)
-    output = scored(trainer, prompts=64)  # few tokens are rescued: among those of two prompts there may be none
+    output = generation(trainer, prompts=64)  # few tokens are rescued: among those of two prompts there may be none
     with torch.no_grad():
         for param in trainer.model.parameters():
             param.add_(torch.randn(param.shape, generator=torch.Generator().manual_seed(1)), alpha=0.03)

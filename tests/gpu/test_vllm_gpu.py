@@ -9,10 +9,9 @@ import math
 
 import pytest
 import torch
-from distilling import distil
 from peft import LoraConfig
 from tiny import save_tiny
-from training import config, dataset, make
+from training import config, dataset, make, trainer_for
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 
@@ -20,14 +19,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm.lora.request import LoRARequest
 from vllm_engines import GPU_MODEL, GPU_RUN, SLEEPING, SMALL, engine, fresh, greedy, keep, policy, score, update
 
-from trl_quant import (
-    QuantGRPOConfig,
-    QuantGRPOTrainer,
-    QuantPPOConfig,
-    QuantPPOTrainer,
-    QuantRLOOConfig,
-    QuantRLOOTrainer,
-)
+from trl_quant import QuantDistillationTrainer, QuantGRPOConfig, QuantGRPOTrainer, QuantPPOTrainer, QuantRLOOTrainer
 from trl_quant.precisions import in_vllm
 from trl_quant.rollout.vllm.support import supported_precisions
 
@@ -134,13 +126,13 @@ def test_adapter_sync(tmp_path, precision, sleeping):
 PPO = {"num_generations": 1, "value_learning_rate": 1e-3}
 SHARED = {"num_generations": 1, "vf_share_layers": True, "vf_coef": 0.5}  # a value head on the policy's layers
 UPDATES = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "num_iterations": 2}  # four a generation
-# Beside GRPO: the trainer, its config, its settings, and its updates on a generation
+# Beside GRPO: the trainer, its settings, and its updates on a generation
 TRAINERS = {
-    "ppo": (QuantPPOTrainer, QuantPPOConfig, PPO, 1),
-    "ppo-updates": (QuantPPOTrainer, QuantPPOConfig, PPO | UPDATES, 4),
-    "ppo-shared": (QuantPPOTrainer, QuantPPOConfig, SHARED, 1),
-    "rloo": (QuantRLOOTrainer, QuantRLOOConfig, {}, 1),
-    "distillation": (None, None, {}, 1),
+    "ppo": (QuantPPOTrainer, PPO, 1),
+    "ppo-updates": (QuantPPOTrainer, PPO | UPDATES, 4),
+    "ppo-shared": (QuantPPOTrainer, SHARED, 1),
+    "rloo": (QuantRLOOTrainer, {}, 1),
+    "distillation": (QuantDistillationTrainer, {}, 1),
 }
 
 
@@ -157,15 +149,12 @@ def test_each_trainer_ends_with_a_fresh_engine(tmp_path, precision, name):
     """Three generations with a correction and a self-check each. PPO's critic is trained with them."""
     if missing := supported_precisions()[precision]:
         pytest.skip(missing)
-    kind, of, settings, updates = TRAINERS[name]
+    kind, settings, updates = TRAINERS[name]
     model = save_tiny(tmp_path / "model", tied=False, dtype=torch.bfloat16, family="qwen2", **GPU_MODEL)
     settings = settings | GPU_RUN | {"rollout_precision": precision, "vllm_engine_kwargs": SMALL}
     settings |= {"is_correction": "tis", "sync_check_steps": 1, "max_steps": 3 * updates}
     settings |= {"learning_rate": 1e-3 / updates}
-    if kind is None:
-        trainer = distil(tmp_path, model=model, options={"train_dataset": dataset(32)}, **settings)
-    else:
-        trainer = make(kind, config(of, tmp_path / "out", **settings), model=model, train_dataset=dataset(32))
+    trainer = trainer_for(tmp_path / "out", model, kind, train_dataset=dataset(32), **settings)
     keep(trainer)
     first = greedy(fresh(trainer.model, precision, tmp_path / "first"))
     critic = critic_of(trainer)

@@ -1,53 +1,17 @@
 """Short runs of distillation for the tests, and their loss in slow loops."""
 
-import functools
 import math
 
 import torch
-from tiny import tiny_model, tiny_tokenizer
-from training import config, dataset
+from training import trainer_for
 
 from trl_quant import QuantDistillationConfig, QuantDistillationTrainer
 
 
-TEACHER = 4  # its seed; the student's is 3
-
-
-def settings_of(kind, output_dir, **overrides):
-    """A config of [`training.config`], without the field that distillation lacks."""
-
-    def build(num_generations, **settings):
-        return kind(**settings)
-
-    return config(build, output_dir, **overrides)
-
-
-@functools.cache
-def teacher():
-    return tiny_model(seed=TEACHER)
-
-
-def distil(path, kind=QuantDistillationTrainer, of=QuantDistillationConfig, model=None, **settings):
-    """A trainer with two steps of INT4 samples; `options` are its other arguments."""
-    options = {"teacher_model": teacher(), "train_dataset": dataset(), "processing_class": tiny_tokenizer()}
-    options |= settings.pop("options", {})
-    defaults = {"max_steps": 2} | ({"rollout_precision": "int4"} if of is QuantDistillationConfig else {})
-    args = settings_of(of, path / "out", **defaults | settings)
-    return kind(model=tiny_model(seed=3) if model is None else model, args=args, **options)
-
-
-def logits_of(model, batch) -> torch.Tensor:
-    """Logits of the places of the completions `(B, T, V)`, from transformers' own head, with their gradient."""
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
-    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-    keep = batch["completion_ids"].shape[1]
-    logits = model(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
-    return logits[:, -keep - 1 : -1]
-
-
-def drawn_logps(logits, batch) -> torch.Tensor:
-    """Log-probabilities of the drawn tokens `(B, T)`."""
-    return logits.log_softmax(-1).gather(2, batch["completion_ids"][..., None]).squeeze(2)
+def distil(path, model=None, kind=QuantDistillationTrainer, **given):
+    """A trainer with two steps of INT4 samples."""
+    given = {"config_class": QuantDistillationConfig, "rollout_precision": "int4", "max_steps": 2} | given
+    return trainer_for(path / "out", model, kind, **given)
 
 
 def divergence(student, other, beta):

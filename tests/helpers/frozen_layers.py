@@ -31,6 +31,14 @@ def frozen_lora_linear(x: torch.Tensor, layer: FrozenLinear, a: torch.Tensor, b:
     return output(x, layer.operand(a, b, scaling), layer.number)
 
 
+def layers(model) -> dict[str, FrozenLinear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, FrozenLinear)}
+
+
+def storages(tensors) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
 def gradients(function, x: torch.Tensor, *parameters: torch.Tensor) -> list[torch.Tensor]:
     """The output, and the gradients of a fixed weighted sum of it: of the inputs, then of the parameters."""
     x = x.detach().clone().requires_grad_()

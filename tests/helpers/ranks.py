@@ -17,11 +17,13 @@ import os
 import socket
 import sys
 import time
-from functools import partial
+from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from unittest.mock import patch
 from zipfile import is_zipfile
 
+import pytest
 import torch
 import warm
 from places import ROOT
@@ -41,6 +43,29 @@ def on_two_ranks(configuration: str, path: Path, *cases: str) -> str:
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}
     done = warm.run(command, env=environment, capture_output=True)
     return f"{done.stdout}{done.stderr}\nThe ranks ended with {done.returncode}."
+
+
+def on_demand(tmp_path_factory, launches: dict[str, tuple[str, list[str]]]):
+    """
+    What both ranks found in a case of a launch, which runs when the first of its cases is asked for. A launch has a
+    configuration of accelerate and cases.
+    """
+    from tiny import save_tiny
+
+    @cache
+    def launched(launch: str) -> tuple[Path, str]:
+        configuration, cases = launches[launch]
+        path = tmp_path_factory.mktemp(launch)
+        save_tiny(path / "model", "qwen2", dtype=torch.bfloat16)
+        return path, on_two_ranks(configuration, path, *cases)
+
+    def found(launch: str, case: str) -> list[dict]:
+        if launch.startswith("zero") and not find_spec("deepspeed"):  # only the ranks need to import it
+            pytest.skip("deepspeed is not installed")
+        path, printed = launched(launch)
+        return results(path, case, printed)
+
+    return found
 
 
 def results(path: Path, case: str, printed: str) -> list[dict]:
@@ -67,19 +92,15 @@ def shard_on_cpu() -> None:
 
 def train_embedded(mode: str, precision: str, tuning: str, path: Path) -> list[dict]:
     """Three steps with the embedded engine, whose gradients nothing clips; what they logged."""
-    from distilling import distil
-    from training import config, dataset, lora, make
+    from training import dataset, lora, trainer_for
 
-    from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, QuantRLOOConfig, QuantRLOOTrainer
+    from trl_quant import QuantDistillationTrainer, QuantGRPOTrainer, QuantRLOOTrainer
 
-    kinds = (QuantRLOOTrainer, QuantRLOOConfig) if mode == "rloo" else (QuantGRPOTrainer, QuantGRPOConfig)
+    kind = {"rloo": QuantRLOOTrainer, "distilled": QuantDistillationTrainer}.get(mode, QuantGRPOTrainer)
     settings = {"rollout_precision": precision, "max_steps": 3, "max_grad_norm": 0.0, "beta": 0.0}
     options = {"train_dataset": dataset(32), "peft_config": lora() if tuning == "lora" else None}
-    model = str(path.parent / "model")
-    if mode == "distilled":
-        trainer = distil(path, model=model, is_correction="tis", options=options, **settings)
-    else:
-        trainer = make(kinds[0], config(kinds[1], path / "out", **settings), model=model, **options)
+    settings |= {"is_correction": "tis"} if mode == "distilled" else {}
+    trainer = trainer_for(path / "out", str(path.parent / "model"), kind, **options, **settings)
     trainer.train()
     names = ("mismatch/kl_k3", "sampling/sampling_logp_difference/max", "reward", "entropy")
     names += ("weights/normalized_quantization_error", "weights/normalized_update")

@@ -288,6 +288,11 @@ DROPPING = {
 }
 
 
+def hyperparameters(name: str, fields: dict) -> dict:
+    """The arguments of a correction in this file, from the fields of a config."""
+    return {{"is_cap": "cap"}.get(field, field.removeprefix(f"{name}_")): value for field, value in fields.items()}
+
+
 def dropped(name, pi, rollout_logps, advantages, mask, **hyperparameters):
     """Share of the scored tokens that a method drops, and of the sequences with such a token; {} if it never drops."""
     if name not in DROPS:

@@ -1,9 +1,13 @@
-"""Short GRPO runs shared by the tests: a tiny model, a few prompts, rewards that differ within every group."""
+"""Short runs shared by the tests: a tiny model, a few prompts, rewards that differ within every group, or a teacher."""
+
+import dataclasses
+import functools
 
 import torch
 from datasets import Dataset
 from peft import LoraConfig
 from tiny import tiny_model, tiny_tokenizer
+from trl import DistillationTrainer
 
 from trl_quant import QuantGRPOTrainer
 
@@ -18,6 +22,7 @@ PROMPTS = [
     "99-1=",
     "abcdefgh",
 ]
+TEACHER = 4  # its seed; the student's is 3
 TIMINGS = ("step_time", "runtime", "samples_per_second", "steps_per_second", "total_flos", "profiling")
 
 
@@ -47,6 +52,19 @@ def killing(kill_at: int | None):
     return reward
 
 
+def killed_and_resumed(build, path, kill_at: int) -> tuple:
+    """An unbroken run, and one that was killed and resumed. `build(path, kill_at=None)` builds with [`killing`]."""
+    whole = build(path / "whole")
+    whole.train()
+    try:
+        build(path / "broken", kill_at=kill_at).train()
+    except Killed:
+        resumed = build(path / "broken")
+        resumed.train(resume_from_checkpoint=True)
+        return whole, resumed
+    raise AssertionError("the run was not killed")
+
+
 def lora(**given) -> LoraConfig:
     settings = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", "init_lora_weights": False}
     return LoraConfig(**{"r": 4, "lora_alpha": 16} | settings | given)
@@ -66,8 +84,12 @@ class UnevenLengths:
         return (cut(completions), cut(logps)) if isinstance(generated, tuple) else cut(completions)
 
 
+def fields_of(config_class) -> set[str]:
+    return {field.name for field in dataclasses.fields(config_class) if field.init}
+
+
 def config(config_class, output_dir, **overrides):
-    """Full precision (no autocast), two groups of four, five steps, everything logged."""
+    """Full precision (no autocast), two groups of four where there are groups, five steps, everything logged."""
     settings = {
         "output_dir": str(output_dir),
         "bf16": False,
@@ -84,25 +106,36 @@ def config(config_class, output_dir, **overrides):
         "disable_tqdm": True,
         "seed": 7,
         "shuffle_dataset": True,
-    }
-    return config_class(**settings | overrides)
+    } | overrides
+    if "num_generations" not in fields_of(config_class):
+        del settings["num_generations"]
+    return config_class(**settings)
+
+
+@functools.cache
+def teacher():
+    return tiny_model(seed=TEACHER)
 
 
 def make(trainer_class, args, model=None, **kwargs):
     kwargs.setdefault("train_dataset", dataset())
-    kwargs.setdefault("reward_funcs", spread)
+    if issubclass(trainer_class, DistillationTrainer):
+        kwargs.setdefault("teacher_model", teacher())
+    else:
+        kwargs.setdefault("reward_funcs", spread)
     kwargs.setdefault("processing_class", tiny_tokenizer())
     return trainer_class(model=model if model is not None else tiny_model(seed=3), args=args, **kwargs)
 
 
-def trainer_for(path, model=None, kind=None, **given):
+def trainer_for(path, model=None, kind=QuantGRPOTrainer, config_class=None, **given):
     """
-    A trainer, `QuantGRPOTrainer` unless its `kind` is told, whose files go to `path`. Of what is given, the fields of
-    its config are settings of the run; the rest goes to the trainer.
+    A trainer of a `kind`, whose files go to `path`. Of what is given, the fields of its config are settings of the run;
+    the rest goes to the trainer.
     """
-    kind = kind or QuantGRPOTrainer
-    settings = {name: given.pop(name) for name in given.keys() & kind.config_class.__dataclass_fields__.keys()}
-    return make(kind, config(kind.config_class, path, **settings), model, **given)
+    config_class = config_class or kind.config_class
+    fields = fields_of(config_class) | {"num_generations"}
+    settings = {name: given.pop(name) for name in given.keys() & fields}
+    return make(kind, config(config_class, path, **settings), model, **given)
 
 
 def metrics(trainer) -> list[dict]:
@@ -127,10 +160,44 @@ def assert_same_run(left, right) -> None:
     assert not different
 
 
-def step_and_batch(trainer) -> tuple[torch.Tensor, dict]:
-    """The step of one update, as the change of the weights, and its generation."""
+def generation(trainer, prompts: int = 2, each: int = 4) -> dict:
+    """The scored batch that the next step trains on: so many completions of each prompt."""
+    trainer.model.train()
+    trainer.state.max_steps = trainer.args.max_steps
+    trainer.current_gradient_accumulation_steps = 1
+    rows = [{"prompt": prompt} for prompt in dataset(prompts)["prompt"] for _ in range(each)]
+    return trainer._generate_and_score_completions(rows)
+
+
+def gradient_of(loss, model) -> torch.Tensor:
+    model.zero_grad()
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).double()
+
+
+def scored_batches(trainer) -> list[dict]:
+    """The list to which the trainer will add each generation, with its scores."""
     batches, score = [], trainer._generate_and_score_completions
     trainer._generate_and_score_completions = lambda inputs: batches.append(score(inputs)) or batches[-1]
+    return batches
+
+
+def leave_holes(trainer) -> None:
+    """The sampler of the trainer will not score two of its tokens."""
+    generate = trainer.vllm_generation.generate
+
+    def holes(*args, **kwargs):
+        samples = generate(*args, **kwargs)
+        (turn,) = trainer.vllm_generation.turns
+        turn.logps[0][1], turn.logps[1][0] = None, float("-inf")
+        return samples
+
+    trainer.vllm_generation.generate = holes
+
+
+def step_and_batch(trainer) -> tuple[torch.Tensor, dict]:
+    """The step of one update, as the change of the weights, and its generation."""
+    batches = scored_batches(trainer)
     before = torch.cat([value.flatten() for value in parameters(trainer).values()]).double()
     trainer.train()
     return torch.cat([value.flatten() for value in parameters(trainer).values()]).double() - before, batches[0]

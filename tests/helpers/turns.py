@@ -6,9 +6,8 @@ an engine does between the turns.
 from itertools import pairwise
 
 from datasets import Dataset
-from distilling import distil
 from tiny import tiny_tokenizer
-from training import PROMPTS, config, make
+from training import PROMPTS, config, make, trainer_for
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.trainers.launch import TRAINERS
@@ -136,10 +135,7 @@ def build(path, kind: str, given: dict, **overrides):
     settings = {"max_completion_length": 160, "generation_kwargs": {"max_new_tokens": 4}, "max_steps": 1}
     settings |= {"per_device_train_batch_size": 2, "num_generations": 2, "rollout_precision": "int8"} | overrides
     options = {"processing_class": calling_tokenizer(), "train_dataset": conversations(64)} | given
-    if kind == "distillation":
-        return distil(path, max_tool_calling_iterations=1, options=options, **settings)
     settings |= {"beta": 0.0} if kind == "rloo" else {"max_tool_calling_iterations": 1}
     settings |= {"vf_share_layers": True} if kind == "ppo" else {}
-    trainer = TRAINERS[kind]
-    options = {"reward_funcs": spread_of_messages} | options
-    return make(trainer, config(trainer.config_class, path / "out", **settings), **options)
+    options = ({"reward_funcs": spread_of_messages} if kind != "distillation" else {}) | options
+    return trainer_for(path / "out", kind=TRAINERS[kind], **options, **settings)

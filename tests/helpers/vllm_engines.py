@@ -18,9 +18,10 @@ if not GPU:
     torch._dynamo.config.disable = True
 
 from accelerate import Accelerator
+from frozen_layers import layers
 from peft import get_peft_model
 from tiny import save_tiny, tiny_tokenizer
-from training import lora
+from training import lora, metrics, parameters
 from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 from vllm.model_executor.models import registry
@@ -243,3 +244,22 @@ def unrounded(sampler: VLLMEngine) -> float:
 def keep(thing) -> None:
     """Keeps an object that holds an engine alive until the end of all tests."""
     _alive.append(thing)
+
+
+def train_beside_the_base(trainer, mismatch: float) -> tuple[list[dict], set[str]]:
+    """
+    Trains an adapter with [`NOISY_RUN`] on a base that vLLM shares, which stays as it is. Without noise the mismatch is
+    smaller than `mismatch`. Returns what was logged and the names of what moved.
+    """
+    base = {name: layer.dequantize() for name, layer in layers(trainer.model).items()}
+    start = parameters(trainer)
+    trainer.train()
+    moved = {name for name, param in parameters(trainer).items() if not torch.equal(param, start[name])}
+    assert base and moved == {name for name in start if ".lora_" in name}
+    assert all(torch.equal(layer.dequantize(), base[name]) for name, layer in layers(trainer.model).items())
+    logged = [entry for entry in metrics(trainer) if "loss" in entry]
+    clean = [entry["mismatch/kl_k3"] for entry in logged if not entry["noise/sigma"]]
+    noised = [entry["mismatch/kl_k3"] for entry in logged if entry["noise/sigma"]]
+    assert clean and noised and max(clean) < mismatch
+    trainer.check_sync()
+    return logged, moved

@@ -5,7 +5,7 @@ import pickle
 import shutil
 from functools import partial
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -16,11 +16,10 @@ from tiny import tiny_model
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
-from training import config, lora, make
+from trained import trainer_of
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.layers import FrozenLinear, UnifiedLinear, products, quantizers, traced, weight_only
+from trl_quant.layers import FrozenLinear, UnifiedLinear, traced, weight_only
 from trl_quant.layers.joint import WAITING, Joint
 from trl_quant.policy.adapters import UnifiedLoraLinear, with_frozen_layers
 from trl_quant.policy.unified import restore, unify
@@ -192,14 +191,18 @@ def test_a_decoder_layer_is_one_graph(precision, kind, checkpointing):
     assert same(found, update(plain, plain)) and not torch.equal(found[0], right[0])
 
 
-@pytest.mark.parametrize("used", ["quantize_input", "product", "input_gradient"])
-def test_layers_that_share_an_input_are_one_product(used):
-    model, calls = policy("fp8", "merged"), []
-    room, regions = quantizers if used == "quantize_input" else products, compile_regions(model, backend="aot_eager")
-    counting = {used: lambda *args: calls.append(args) or getattr(room, used)(*args)}
-    with patch.object(traced, room.__name__.rpartition(".")[2], SimpleNamespace(**vars(room) | counting)):
+def test_layers_that_share_an_input_are_one_product():
+    model = policy("fp8", "merged")
+    regions = compile_regions(model, backend="aot_eager")
+    names = {quantizers: ["quantize_input"], products: ["product", "input_gradient"]}
+    calls = {
+        name: {each: Mock(side_effect=getattr(getattr(traced, name), each)) for each in names[name]} for name in names
+    }
+    rooms = {name: SimpleNamespace(**vars(getattr(traced, name)) | calls[name]) for name in names}
+    with patch.multiple(traced, **rooms):  # as operators see them
         update(model, regions)
-    assert len(calls) == 4 * model.config.num_hidden_layers  # q, k and v; o; gate and up; down
+    for call in (*calls["quantizers"].values(), *calls["products"].values()):
+        assert call.call_count == 4 * model.config.num_hidden_layers  # q, k and v; o; gate and up; down
 
 
 @pytest.mark.parametrize("of", ["k_proj", "up_proj"])
@@ -285,30 +288,23 @@ def test_inductor_keeps_the_bits_if_it_keeps_the_roundings():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("precision", "kind", "of"),
+    ("precision", "kind", "of", "layers"),
     [
-        # Each precision with an adapter and with all weights, compiled in one of the two ways
-        *(("int8", "lora", "each layer"), ("int8", "full", "each layer"), ("nvfp4", "full", "each layer")),
-        *(("fp8", "full", "each layer"), ("fp8_block", "lora", "each layer")),
-        *(("fp8", "lora", "model"), ("fp8_block", "full", "model"), ("nvfp4", "full", "model")),
+        # Each precision with an adapter and with all weights, compiled in one of the two ways; each way with two layers
+        *(("int8", "lora", "each layer", 1), ("int8", "full", "each layer", 2), ("fp8", "full", "each layer", 1)),
+        *(("fp8_block", "lora", "each layer", 1), ("fp8", "lora", "model", 1)),
+        *(("fp8_block", "full", "model", 2), ("nvfp4", "full", "model", 1)),
     ],
 )
-def test_a_run_equals_one_without_the_compiler(tmp_path, precision, kind, of):
+def test_a_run_equals_one_without_the_compiler(tmp_path, precision, kind, of, layers):
     room, products_of_a_layer = (traced, 4) if precision in FLOWS else (weight_only, 7)
-    function, expected = room.codes_of, products_of_a_layer * tiny_model().config.num_hidden_layers
+    function, expected = room.codes_of, products_of_a_layer * layers
 
     def run(compiles: bool) -> dict[str, torch.Tensor]:
         options = {"torch_compile": True, "torch_compile_backend": "aot_eager"} if compiles and of == "model" else {}
-        args = config(
-            QuantGRPOConfig,
-            tmp_path,
-            train_precision=precision,
-            pack_sequences=False,  # on a CPU, attention in packed rows loops over the segments
-            max_steps=2,
-            **options,
-        )
-        torch.manual_seed(0)  # of adapters
-        trainer = make(QuantGRPOTrainer, args, peft_config=lora() if kind == "lora" else None)
+        options |= {"pack_sequences": False}  # on a CPU, attention in packed rows loops over the segments
+        model = tiny_model(seed=3, num_hidden_layers=layers)
+        trainer = trainer_of(tmp_path, precision, model, peft=kind == "lora", max_steps=2, **options)
         for module in trainer.model.modules():
             if compiles and of == "each layer" and isinstance(module, GradientCheckpointingLayer):
                 module.compile(backend="aot_eager")
@@ -322,8 +318,8 @@ def test_a_run_equals_one_without_the_compiler(tmp_path, precision, kind, of):
     assert all(torch.equal(value, plain[name]) for name, value in found.items()) and found.keys() == plain.keys()
 
 
-@pytest.mark.parametrize("kind", ["merged", "full"])
-@pytest.mark.parametrize("precision", FLOWS)
+# What an adapter adds to a graph is the same in each precision
+@pytest.mark.parametrize(("precision", "kind"), [*((name, "full") for name in FLOWS), ("fp8_block", "merged")])
 def test_rows_of_other_lengths_are_not_compiled_again(precision, kind):
     model = policy(precision, kind)
     for layer in (model if kind == "full" else model.get_base_model()).model.layers:

@@ -307,10 +307,11 @@ def test_ours_on_another_h100():
 
 
 @pytest.mark.parametrize(
-    ("name", "baseline", "rows"),
+    ("name", "table", "baseline", "rows"),
     [
         (
             f"rloo-{H200}",
+            "RLOO",
             "rloo:trl",
             {
                 "rloo:trl": "TRL's RLOO, BF16",
@@ -318,15 +319,16 @@ def test_ours_on_another_h100():
                 "rloo:fp8/fp8": "ours, RLOO, `fp8`",
             },
         ),
-        (f"ppo-{H100}", "ppo:bf16", {"ppo:bf16": "ours, PPO, BF16", "ppo:fp8/fp8": "ours, PPO, `fp8`"}),
+        (f"ppo-{H100}", "PPO", "ppo:bf16", {"ppo:bf16": "ours, PPO, BF16", "ppo:fp8/fp8": "ours, PPO, `fp8`"}),
         (
             f"qat-{H100}",
+            "GRPO, all weights",
             "bf16",
             {"bf16": "ours, GRPO, all weights in BF16", "nvfp4/nvfp4": "ours, GRPO, all weights for NVFP4"},
         ),
     ],
 )
-def test_other_trainers(name, baseline, rows):
+def test_other_trainers(name, table, baseline, rows):
     runs = {run["trainer"]: run["results"]["64x512 equal"] for run in read(f"step-7b-{name}")["runs"]}
     for trainer, start in rows.items():
         run = runs[trainer]
@@ -336,7 +338,7 @@ def test_other_trainers(name, baseline, rows):
         steps = [each["step"] for each in run["steps"]]
         cells = [f"{median(steps):.2f} s", f"{min(steps):.2f}, {max(steps):.2f} s", f"{gain:.2f}x"]
         cells += [f"{each:.2f} s" if each else "0" for each in phases]
-        assert cells_of(MEASURED, start, "| trainer and precision |")[1:] == cells
+        assert cells_of(MEASURED, start, f"| {table} | step |")[1:] == cells
     if name.startswith("ppo"):
         assert f"[{gain:.2f} times as fast](results.md#other-trainers)" in PPO.replace("\n", " ")
     elif name.startswith("qat"):

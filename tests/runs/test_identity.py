@@ -167,7 +167,7 @@ def test_a_reference_and_a_reward_model_that_changed(tmp_path, caplog):
 def test_a_teacher_and_a_critic_that_changed(tmp_path, caplog):
     """The teacher stops a resume; a critic is in the checkpoint, and its start is only mentioned."""
     teacher, base = save(tmp_path / "teacher", 5), save(tmp_path / "base", 3)
-    given = {"options": {"teacher_model": teacher}, "model": base, **SAVED}
+    given = {"teacher_model": teacher, "model": base, **SAVED}
     distil(tmp_path, **given).train()
     save(tmp_path / "teacher", 6)
     with pytest.raises(ValueError, match=r"teacher_model: .*teacher/model\.safetensors has other contents"):

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from peft import LoraConfig
 from resumes import SETTINGS, metrics, trainer_of
 from safetensors.torch import load_file, save_file
-from training import Killed, config, make, parameters
+from training import Killed, config, killed_and_resumed, make, parameters
 from transformers import TrainerCallback
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, QuantPPOConfig, QuantRLOOConfig
@@ -31,6 +32,7 @@ from trl_quant.storage.run_checkpoints import last_complete_checkpoint, read_rol
         {"peft": True, "train_precision": "nvfp4", "rollout_precision": None, "dynamic_sampling_rounds": 1},
         {"train_precision": "fp8_block", "rollout_precision": None},
         {"peft": True, "train_precision": "int8", "rollout_precision": None},
+        pytest.param({"train_precision": "nvfp4", "rollout_precision": None}, marks=pytest.mark.isa),
         {"num_iterations": 2, "max_steps": 8, "save_steps": 4},
         {"prompts": 4},
         {"prompts": 2},
@@ -42,24 +44,21 @@ from trl_quant.storage.run_checkpoints import last_complete_checkpoint, read_rol
         "frozen base",
         "unified",
         "unified lora",
+        "qat",
         "iterations",
         "second epoch",
         "fourth epoch",
     ],
 )
 def test_killed_and_resumed_equals_unbroken(tmp_path, options):
-    whole = trainer_of(tmp_path / "whole", **options)
-    whole.train()
     kill_at = 3 if "num_iterations" in options else 5  # a generation in the second half
-    broken = trainer_of(tmp_path / "broken", kill_at=kill_at, **options)
-    with pytest.raises(Killed):
-        broken.train()
-    resumed = trainer_of(tmp_path / "broken", **options)
-    resumed.train(resume_from_checkpoint=True)
+    whole, resumed = killed_and_resumed(partial(trainer_of, **options), tmp_path, kill_at)
     assert metrics(resumed) == metrics(whole)
     mine, theirs = parameters(resumed), parameters(whole)
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
     assert len({entry["noise/sigma"] for entry in metrics(whole) if "noise/sigma" in entry}) == 3
+    start = parameters(trainer_of(tmp_path / "start", **options))
+    assert any(not torch.equal(theirs[name], value) for name, value in start.items())
 
 
 def test_a_resume_with_another_scaling_is_refused(tmp_path):

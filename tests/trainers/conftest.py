@@ -4,14 +4,19 @@ import pytest
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory) -> dict[str, str]:
+def policy(tmp_path_factory) -> str:
+    from tiny import save_tiny
+
+    return save_tiny(tmp_path_factory.mktemp("policy") / "model", seed=3)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory, policy) -> dict[str, str]:
     """A policy, and a critic whose value head is not zero."""
     import torch
-    from tiny import save_tiny
     from transformers import AutoModelForTokenClassification
 
     path = tmp_path_factory.mktemp("models")
-    policy = save_tiny(path / "policy", seed=3)
     critic = AutoModelForTokenClassification.from_pretrained(policy, num_labels=1)
     with torch.no_grad():
         critic.score.weight.copy_(torch.randn(1, 128, generator=torch.Generator().manual_seed(1)) / 8)

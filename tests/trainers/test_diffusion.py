@@ -9,7 +9,7 @@ from changes import move
 from masked_policy import LENGTH, MASK_ID, canvases, policy, tokenizer, trainer, uneven_rows
 from reference import DROPPING, OBJECTIVES, ais_alpha, clipped, objective
 from reference_diffusion import one_step_logps
-from training import Killed, dataset, killing, lora, metrics, parameters
+from training import dataset, killed_and_resumed, killing, lora, metrics, parameters
 
 from trl_quant.corrections import CORRECTIONS
 from trl_quant.layers import quantized
@@ -188,18 +188,12 @@ def test_dynamic_sampling_keeps_the_masks(tmp_path):
 def test_killed_and_resumed_equals_unbroken(tmp_path, options):
     """The masks go on too: without them the log-probabilities would differ."""
 
-    def started(name, kill_at=None):
+    def started(path, kill_at=None):
         settings = {"rollout_precision": "int4", "save_strategy": "steps", "save_steps": 2, "is_correction": "ais"}
         given = {"reward_funcs": killing(kill_at)}
-        return trainer(tmp_path / name, given=given, max_steps=4, **settings | options)
+        return trainer(path, given=given, max_steps=4, **settings | options)
 
-    whole = started("whole")
-    whole.train()
-    broken = started("broken", kill_at=-(-4 // options.get("num_iterations", 1)))
-    with pytest.raises(Killed):
-        broken.train()
-    resumed = started("broken")
-    resumed.train(resume_from_checkpoint=True)
+    whole, resumed = killed_and_resumed(started, tmp_path, kill_at=-(-4 // options.get("num_iterations", 1)))
     assert [e for e in metrics(resumed) if is_step(e)] == [e for e in metrics(whole) if is_step(e)]
     mine, theirs = parameters(resumed), parameters(whole)
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)

@@ -1,4 +1,4 @@
-"""`QuantDistillationTrainer`: the gradient that each correction trains with, what is logged and refused, and TRL's own.
+"""`QuantDistillationTrainer`: the gradient that each correction trains with, what is logged, and a quantized teacher.
 
 The reference adds up divergences and weights one place at a time, from the logits of a plain forward pass.
 """
@@ -8,19 +8,18 @@ import itertools
 import pytest
 import torch
 import trl.trainer.distillation_trainer as distillation_trainer
-from distilling import distil, drawn_logps, logits_of, slow_loss, teacher, weights_of
+from distilling import distil, slow_loss, weights_of
+from plain import drawn_logps, logits_of, plain_logps
 from reference import diagnostics
 from tiny import save_tiny, tiny_model
-from training import MadeUpSampler, UnevenLengths, assert_same_run, dataset, lora, metrics, parameters, step_and_batch
+from training import UnevenLengths, gradient_of, leave_holes, metrics, step_and_batch, teacher
 from transformers import AutoModelForCausalLM
-from trl import DistillationConfig, DistillationTrainer
 
-from trl_quant import QuantDistillationConfig, QuantDistillationTrainer
+from trl_quant import QuantDistillationTrainer
 from trl_quant.config.checks import RULES
 from trl_quant.corrections import CORRECTIONS, CorrectionInputs
 from trl_quant.layers import FrozenLinear
 from trl_quant.rollout import TransformersEngine
-from trl_quant.trainers.sampling import QuantSampling
 
 
 pytestmark = pytest.mark.isa
@@ -89,7 +88,9 @@ def test_the_gradient_is_the_weighted_one(tmp_path, monkeypatch, correction, bet
     """
     monkeypatch.setattr(distillation_trainer, "_use_triton", lambda device: compact)
     settings = SGD | {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "temperature": 0.8}
-    trainer = distil(tmp_path, Uneven, is_correction=correction, beta=beta, **settings, **BOUNDS.get(correction, {}))
+    trainer = distil(
+        tmp_path, kind=Uneven, is_correction=correction, beta=beta, **settings, **BOUNDS.get(correction, {})
+    )
     step, batch = step_and_batch(trainer)
     assert len(set(batch["completion_mask"].sum(1).tolist())) > 3
     model, mask, sampled = tiny_model(seed=3), batch["completion_mask"], batch["sampling_per_token_logps"]
@@ -113,23 +114,6 @@ def test_the_gradient_is_the_weighted_one(tmp_path, monkeypatch, correction, bet
         assert min(distance(*one)[0] for one in wrong) > 1e-2
 
 
-def test_weights_of_one_change_no_bit(tmp_path):
-    """The loss equals that of the mixin alone, with `none` and with samples of the student itself."""
-
-    class Uncorrected(QuantSampling, DistillationTrainer):
-        """Quantized rollouts alone, on padded rows."""
-
-    path, ends = save_tiny(tmp_path / "model", seed=3), []
-    for kind in (Uncorrected, QuantDistillationTrainer):
-        trainer = distil(tmp_path, kind, model=path, pack_sequences=False)
-        trainer.train()
-        ends.append(parameters(trainer))
-    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
-    weighted = distil(tmp_path, model=path, is_correction="tis", pack_sequences=False)
-    weighted.train()
-    assert any(not torch.equal(value, ends[0][name]) for name, value in parameters(weighted).items())
-
-
 def test_packed_rows_have_the_step_of_padded_ones(tmp_path):
     """Of student and teacher; a teacher that cannot pack is said."""
     steps = {}
@@ -139,37 +123,27 @@ def test_packed_rows_have_the_step_of_padded_ones(tmp_path):
         def note(module, args, kwargs, seen=seen):
             seen.append(len(kwargs["input_ids"]))
 
-        trainer = distil(tmp_path, Uneven, is_correction="tis", pack_sequences=packs, **SGD)
+        trainer = distil(tmp_path, kind=Uneven, is_correction="tis", pack_sequences=packs, **SGD)
         hooks = [m.model.register_forward_pre_hook(note, with_kwargs=True) for m in (trainer.model, teacher())]
         steps[packs], _ = step_and_batch(trainer)
         assert seen[-2:] == rows  # before them, the copy that samples is compared with the student
         for hook in hooks:
             hook.remove()
     assert (steps[True] - steps[False]).norm() < 5e-5 * steps[False].norm()
-    strange = {"teacher_model": tiny_model("gemma2", seed=3)}
     with pytest.raises(ValueError, match=r"`pack_sequences`=True cannot act: the teacher's attention caps logits"):
-        distil(tmp_path, pack_sequences=True, options=strange)
+        distil(tmp_path, pack_sequences=True, teacher_model=tiny_model("gemma2", seed=3))
 
 
 def test_tokens_that_the_sampler_did_not_score_weigh_one(tmp_path):
     trainer = distil(tmp_path, is_correction="decoupled", **SGD)
-    generate = trainer.vllm_generation.generate
-
-    def holes(*args, **kwargs):
-        samples = generate(*args, **kwargs)
-        (turn,) = trainer.vllm_generation.turns
-        turn.logps[0][1], turn.logps[1][0] = None, float("-inf")
-        return samples
-
-    trainer.vllm_generation.generate = holes
+    leave_holes(trainer)
     step, batch = step_and_batch(trainer)
     mask, sampled = batch["completion_mask"], batch["sampling_per_token_logps"]
     assert sampled.isnan().sum() == 1 and sampled.isinf().sum() == 1
     model = tiny_model(seed=3)
     logits = logits_of(model, batch)
     weights = weights_of("decoupled", drawn_logps(logits, batch).detach(), sampled, mask)
-    slow_loss(logits, logits_of(teacher(), batch).detach(), weights, mask, beta=1.0).backward()
-    expected = -torch.cat([param.grad.flatten() for param in model.parameters()]).double()
+    expected = -gradient_of(slow_loss(logits, logits_of(teacher(), batch).detach(), weights, mask, beta=1.0), model)
     assert (step - expected).norm() < 5e-5 * step.norm()
     assert metrics(trainer)[0]["mismatch/unscored_fraction"] == pytest.approx(2 / mask.sum().item())
 
@@ -183,7 +157,7 @@ def test_the_mismatch_is_that_of_the_generation(tmp_path):
     trainer = distil(tmp_path, is_correction="tis", is_cap=1.05, **settings)
     _, batch = step_and_batch(trainer)
     with torch.no_grad():
-        pi = drawn_logps(logits_of(tiny_model(seed=3), batch), batch)
+        pi = plain_logps(tiny_model(seed=3), batch)
     mask, sampled, log = batch["completion_mask"], batch["sampling_per_token_logps"], metrics(trainer)[0]
     expected = diagnostics(sampled, pi, mask)
     weights = [w for row in weights_of("decoupled", pi, sampled, mask) for w in row if w]
@@ -197,38 +171,6 @@ def test_the_mismatch_is_that_of_the_generation(tmp_path):
     assert log["weights/normalized_quantization_error"] > 0 and "profiling/sync_weights" in trainer.state.log_history[0]
 
 
-COMPOSED = {
-    "forward": {"beta": 0.0, "is_correction": "icepop"},
-    "multiple": {"pad_to_multiple_of": 5, "is_correction": "tis"},
-    "eval": {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4, "is_correction": "tis"},
-    "mixed_precision": {"bf16": True, "gradient_checkpointing": True, "is_correction": "decoupled"},
-    "uaq": {"uaq_scale": 1.5},
-    "trained": {"rollout_precision": None, "train_precision": "int8"},
-    "lora": {"rollout_precision": "nf4", "is_correction": "tis"},
-    "frozen": {"rollout_precision": None, "train_precision": "nvfp4", "teacher_precision": "mxfp4"},
-}
-
-
-@pytest.mark.parametrize("option", COMPOSED)
-def test_composes_with_trl(tmp_path, option):
-    options = {"peft_config": lora() if option in ("lora", "frozen") else None}
-    options["eval_dataset"] = dataset(4) if option == "eval" else None
-    if option == "frozen":
-        options["teacher_model"] = save_tiny(tmp_path / "teacher", seed=4)
-    path = save_tiny(tmp_path / "model", seed=3)
-    trainer = distil(tmp_path, model=path, options=options, **{"rollout_precision": "int8"} | COMPOSED[option])
-    before = parameters(trainer)
-    trainer.train()
-    logs = [entry for entry in metrics(trainer) if "loss" in entry]
-    assert len(logs) == 2 and all(0 < entry["loss"] < 20 for entry in logs)
-    moved = {name for name, value in parameters(trainer).items() if not torch.equal(value, before[name])}
-    assert moved and all("lora_" in name for name in moved) == (option in ("lora", "frozen"))
-    assert all(0 <= entry["mismatch/kl_k3"] < 0.5 for entry in logs)
-    assert logs[0]["mismatch/kl_k3"] > (-1 if option in ("frozen", "trained") else 0)
-    if option == "eval":
-        assert any(entry.get("eval_mismatch/kl_k3", 0) > 0 for entry in metrics(trainer))
-
-
 # The teacher
 
 
@@ -236,11 +178,13 @@ def test_a_quantized_teacher_is_the_one_that_the_student_learns_from(tmp_path):
     """The student takes the step that a teacher with rounded weights causes, and not the 16-bit teacher's."""
     path, steps = save_tiny(tmp_path / "teacher", seed=4, dtype=torch.bfloat16), {}
     for precision in (None, "nvfp4"):
-        options, wide = {"teacher_model": path}, {"dtype": "float32"}
-        trainer = distil(tmp_path, teacher_precision=precision, teacher_model_init_kwargs=wide, options=options, **SGD)
+        given = {"teacher_model": path, "teacher_model_init_kwargs": {"dtype": "float32"}}
+        trainer = distil(tmp_path, teacher_precision=precision, **given, **SGD)
         layers = [module for module in trainer.teacher_model.modules() if isinstance(module, FrozenLinear)]
         assert len(layers) == (14 if precision else 0)
-        assert trainer.args.teacher_model_init_kwargs == wide  # TRL's constructor alone finds more in it
+        assert trainer.args.teacher_model_init_kwargs == {
+            "dtype": "float32"
+        }  # TRL's constructor alone finds more in it
         dense = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         for name, module in trainer.teacher_model.named_modules():
             if isinstance(module, FrozenLinear):
@@ -249,47 +193,14 @@ def test_a_quantized_teacher_is_the_one_that_the_student_learns_from(tmp_path):
         model = tiny_model(seed=3)
         ones = [[1.0] * batch["completion_mask"].shape[1] for _ in batch["completion_mask"]]
         other = logits_of(dense, batch).detach()
-        slow_loss(logits_of(model, batch), other, ones, batch["completion_mask"], beta=1.0).backward()
-        expected = -torch.cat([param.grad.flatten() for param in model.parameters()]).double()
+        loss = slow_loss(logits_of(model, batch), other, ones, batch["completion_mask"], beta=1.0)
+        expected = -gradient_of(loss, model)
         assert (step - expected).norm() < 1e-4 * step.norm()
         steps[precision] = step
     assert (steps["nvfp4"] - steps[None]).norm() > 1e-2 * steps[None].norm()
 
 
-# The bits of TRL, of a resumed run, and of a fresh engine
-
-
-def test_without_a_precision_it_is_trls(tmp_path):
-    path, runs = save_tiny(tmp_path / "model", seed=3), []
-    for kind, arguments in (
-        (DistillationTrainer, DistillationConfig),
-        (QuantDistillationTrainer, DistillationConfig),
-        (QuantDistillationTrainer, QuantDistillationConfig),
-    ):
-        settings = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4, "beta": 0.5}
-        settings |= {"rollout_precision": None} if arguments is QuantDistillationConfig else {}
-        runs.append(distil(tmp_path, kind, arguments, path, options={"eval_dataset": dataset(4)}, **settings))
-        runs[-1].train()
-    assert_same_run(*runs[:2])
-    assert_same_run(*runs[1:])
-    assert not any("mismatch" in name for entry in metrics(runs[2]) for name in entry)
-
-
-def test_trls_own_sampler_can_be_corrected_too(tmp_path, monkeypatch):
-    """TRL asks for no log-probabilities; a run with a correction does."""
-    monkeypatch.setattr(distillation_trainer, "VLLMGeneration", MadeUpSampler)
-    monkeypatch.setattr(distillation_trainer, "is_vllm_available", lambda: True)
-    monkeypatch.setitem(RULES, "machine", ())
-    ends = {}
-    for correction in (None, "none", "tis"):
-        trainer = distil(tmp_path, use_vllm=True, rollout_precision=None, is_correction=correction)
-        assert trainer.vllm_generation.asked_when_built == (None if correction is None else 0)
-        assert trainer.vllm_generation.logprobs == (None if correction is None else 0)
-        trainer.train()
-        assert ("mismatch/kl_k1" in metrics(trainer)[0]) == (correction is not None)
-        ends[correction] = parameters(trainer)
-    same = [torch.equal(value, ends[None][name]) for name, value in ends["none"].items()]
-    assert all(same) and any(not torch.equal(value, ends[None][name]) for name, value in ends["tis"].items())
+# The engine
 
 
 def test_the_embedded_engine_needs_no_vllm(tmp_path, monkeypatch):
@@ -302,60 +213,3 @@ def test_the_embedded_engine_needs_no_vllm(tmp_path, monkeypatch):
     monkeypatch.setitem(RULES, "machine", ())
     with pytest.raises(ImportError, match="vLLM is not available"):
         distil(tmp_path, use_vllm=True, rollout_precision=None)
-
-
-def test_noise_checkpoints_and_a_resume(tmp_path):
-    """A resumed run is the unbroken one."""
-    path = save_tiny(tmp_path / "model", seed=3)
-    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "noise_schedule": "linear"}
-    settings |= {"noise_stages": 3, "rollout_precision": "int8", "is_correction": "tis"}
-    whole = distil(tmp_path, model=path, **settings)
-    whole.train()
-    assert any(entry.get("noise/effective_sigma", 0) > 0 for entry in metrics(whole))
-    resumed = distil(tmp_path, model=path, **settings)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-2"))
-    assert metrics(resumed)[:4] == metrics(whole)[:4]
-    mine, theirs = parameters(resumed), parameters(whole)
-    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
-    for other in ({"rollout_precision": "fp8"}, {"teacher_precision": "nvfp4"}, {"is_correction": "decoupled"}):
-        options = {"teacher_model": save_tiny(tmp_path / "teacher", seed=4)}
-        with pytest.raises(ValueError, match=next(iter(other))):
-            distil(tmp_path, model=path, options=options, **settings | other).train(
-                resume_from_checkpoint=str(tmp_path / "out/checkpoint-2")
-            )
-
-
-def test_it_samples_from_the_embedded_copy(tmp_path):
-    """INT4 samples other tokens from the same seed than BF16, so the engine's numbers reach the samples."""
-    losses = []
-    for precision in ("bf16", "int4"):
-        trainer = distil(tmp_path / precision, rollout_precision=precision, max_steps=1)
-        assert (
-            isinstance(trainer.vllm_generation.engine, TransformersEngine)
-            and trainer.vllm_generation.engine.precision == precision
-        )
-        trainer.train()
-        losses.append(metrics(trainer)[0]["loss"])
-    assert losses[0] != losses[1]
-
-
-@pytest.mark.vllm
-def test_vllm_ends_as_a_fresh_engine(tmp_path):
-    """Three steps with a correction, in INT8; the log-probabilities that TRL leaves out arrive."""
-    pytest.importorskip("vllm", reason="vLLM is not installed")
-    from vllm_engines import SMALL, fresh, greedy, keep
-
-    model = save_tiny(tmp_path / "model", dtype=torch.bfloat16)
-    vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 512, "vllm_engine_kwargs": SMALL}
-    settings = {"rollout_precision": "int8", "max_steps": 3, "sync_check_steps": 2, **vllm}
-    trainer = distil(tmp_path, model=model, is_correction="tis", is_cap=1.1, **settings)
-    keep(trainer)
-    before = greedy(trainer.vllm_generation.llm)
-    trainer.train()
-    logs = metrics(trainer)[:3]
-    assert all(log["mismatch/kl_k3"] > 0 and log["mismatch/unscored_fraction"] == 0 for log in logs)
-    assert all(log["sampling/importance_sampling_ratio/max"] <= 1.1 + 1e-6 for log in logs)
-    assert [log["step"] for log in logs if "sync_check/bound" in log] == [1, 3]
-    trainer.check_sync()
-    after = greedy(trainer.vllm_generation.llm)
-    assert before != after == greedy(fresh(trainer.model, "int8", tmp_path / "fresh"))

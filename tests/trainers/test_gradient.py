@@ -21,7 +21,7 @@ import pytest
 import torch
 from datasets import Dataset
 from tiny import tiny_model, tiny_tokenizer
-from training import config, make
+from training import config, gradient_of, make
 from trl import GRPOTrainer
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
@@ -38,12 +38,6 @@ REWARDS = torch.randn(320, generator=torch.Generator().manual_seed(0)).tolist()
 
 def by_token(completions, completion_ids, **kwargs):
     return [REWARDS[ids[0]] for ids in completion_ids]
-
-
-def gradient_of(loss, model):
-    model.zero_grad()
-    loss.backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).double()
 
 
 @pytest.fixture

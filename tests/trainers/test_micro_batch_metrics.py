@@ -3,10 +3,9 @@
 import re
 
 import pytest
-from distilling import distil
 from places import ROOT
 from tiny import save_tiny
-from training import UnevenLengths, config, make
+from training import UnevenLengths, trainer_for
 
 from trl_quant import QuantDistillationTrainer, QuantGRPOTrainer, QuantPPOTrainer, QuantRLOOTrainer
 
@@ -46,11 +45,8 @@ def test_the_page_names_what_is_logged_more_than_once_a_generation(tmp_path, run
             self.counts = {name: len(values) for name, values in self._metrics["train"].items()} | self.counts
             super().log(logs, *args, **kwargs)
 
-    if kind is QuantDistillationTrainer:
-        trainer = distil(tmp_path, Counting, **PARTS, **settings)
-    else:
-        args = config(kind.config_class, tmp_path, rollout_precision="int8", **PARTS, **settings)
-        trainer = make(Counting, args, model=save_tiny(tmp_path / "model", seed=3))
+    model = save_tiny(tmp_path / "model", seed=3)
+    trainer = trainer_for(tmp_path, model, Counting, rollout_precision="int8", **PARTS, **settings)
     trainer.train()
     counts = {name: count for name, count in trainer.counts.items() if not name.startswith("profiling/")}
     averaged = {name for name, count in counts.items() if count == 2}

@@ -4,15 +4,18 @@ The reference scores each row by itself, without padding, and multiplies the slo
 `reference_ppo.py`.
 """
 
+from functools import partial
+
 import pytest
 import reference_ppo as slow
 import torch
 import transformers
+from changes import move
 from peft import get_peft_model
 from ppo_gradients import Uneven, distance, ppo, set_head
-from reference import DROPPING, OBJECTIVES, diagnostics
+from reference import DROPPING, OBJECTIVES, diagnostics, hyperparameters
 from tiny import tiny_model
-from training import config, dataset, lora, metrics, spread
+from training import config, dataset, generation, lora, metrics, spread
 from transformers import AutoModelForTokenClassification
 
 from trl_quant import QuantPPOConfig
@@ -26,6 +29,8 @@ LOW, HIGH = 0.2, 0.3
 CAPS = {"tis": {"is_cap": 1.05}, "acr": {"is_cap": 1.05}, "ais": {"is_cap": 1.5, "ais_gamma": 0.8}} | DROPPING
 GAE = {"gamma": 0.95, "lam": 0.8, "cliprange_value": 0.02}
 
+scored = partial(generation, prompts=8, each=1)
+
 
 class WithTools(Uneven):
     """The same, in which a tool wrote the third token of each."""
@@ -37,14 +42,6 @@ class WithTools(Uneven):
         super().correct(batch)
 
 
-def scored(trainer, prompts=8) -> dict:
-    """The scored batch that the next losses get."""
-    trainer.model.train()
-    trainer.state.max_steps = trainer.args.max_steps
-    trainer.current_gradient_accumulation_steps = 1
-    return trainer._generate_and_score_completions([{"prompt": prompt} for prompt in dataset(prompts)["prompt"]])
-
-
 def reference_critic(models):
     return AutoModelForTokenClassification.from_pretrained(models["critic"]).eval()
 
@@ -54,17 +51,6 @@ def gradient_of(loss, *models, **options) -> list[torch.Tensor]:
         model.zero_grad()
     loss.backward(**options)
     return [torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None]).double() for m in models]
-
-
-def move(model, seed: int, size: float) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.add_(torch.randn(param.shape, generator=generator), alpha=size)
-
-
-def hyperparameters(name: str) -> dict:
-    return {{"is_cap": "cap"}.get(field, field.removeprefix(f"{name}_")): value for field, value in CAPS[name].items()}
 
 
 def text_scores(trainer, batch) -> torch.Tensor:
@@ -111,9 +97,9 @@ def test_the_gradients_of_policy_and_critic(tmp_path, models, correction):
     returns = advantages + old_values
 
     for model, seed, size in ((before, 5, 0.004), (trainer.model, 5, 0.004)):
-        move(model, seed, size)
+        move(model, size, seed)
     for model in (critic, trainer.critic.model):
-        move(model, 6, 0.002)
+        move(model, 0.002, 6)
     loss = trainer._compute_loss(trainer.model, dict(batch))
     trained, criticised = gradient_of(loss, trainer.model, trainer.critic.model)
 
@@ -121,7 +107,7 @@ def test_the_gradients_of_policy_and_critic(tmp_path, models, correction):
         logps = slow.logps(before, batch)
         proximal = logps.detach() if name in ("trm", "dppo") else old  # they compare with the current policy
         given = logps, proximal, batch["sampling_per_token_logps"], advantages, mask, LOW, HIGH
-        hyper = hyperparameters(name) if name in CAPS else {}
+        hyper = hyperparameters(name, CAPS.get(name, {}))
         return -OBJECTIVES[name](*given, **hyper)
 
     policy_loss = objective(slow.whitened(advantages, mask))
@@ -179,14 +165,14 @@ def test_the_gradients_of_shared_layers(tmp_path, models, option):
     advantages = slow.advantages(text_scores(trainer, batch), old_values, mask, 0.95, 0.8)
     returns = advantages + old_values
     for model in (before, trainer.model):
-        move(model, 5, 0.004)
+        move(model, 0.004, 5)
     for model in (head, trainer.critic.model):
-        move(model, 6, 0.002)
+        move(model, 0.002, 6)
 
     loss = trainer._compute_loss(trainer.model, dict(batch))
     trained, of_head = gradient_of(loss, trainer.model, trainer.critic.model)
     logps, rows = slow.logps(before, batch), (batch["sampling_per_token_logps"], slow.whitened(advantages, mask))
-    policy_loss = -OBJECTIVES["acr"](logps, old, *rows, mask, LOW, HIGH, **hyperparameters("acr"))
+    policy_loss = -OBJECTIVES["acr"](logps, old, *rows, mask, LOW, HIGH, **hyperparameters("acr", CAPS["acr"]))
 
     def value_loss(detached=False, mask=mask):
         values = slow.shared_values(before, head, batch, detached)
@@ -361,7 +347,7 @@ def test_completions_without_a_reward_teach_nothing(tmp_path, models):
     kept = batch["advantages"][[1, 2, 3, 5, 6, 7]]
     assert kept.mean().abs() < 1e-5 and kept.std().item() == pytest.approx(1, rel=1e-4)
 
-    move(trainer.critic.model, 6, 0.002)  # as after an update, when the values are no longer the old ones
+    move(trainer.critic.model, 0.002, 6)  # as after an update, when the values are no longer the old ones
     rows = {name: value for name, value in batch.items() if torch.is_tensor(value) and value.ndim > 0}
     losses = [trainer.value_step.loss(batch | {k: v[i : i + 1] for k, v in rows.items()}).item() for i in range(8)]
     assert losses[0] == losses[4] == 0 and min(losses[i] for i in (1, 2, 3, 5, 6, 7)) > 0

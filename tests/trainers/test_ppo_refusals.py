@@ -28,50 +28,6 @@ from trl_quant.trainers.ppo.critic import load_critic
 pytestmark = pytest.mark.isa
 
 
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory) -> str:
-    return save_tiny(tmp_path_factory.mktemp("policy") / "model", seed=3)
-
-
-CONFIGS = [
-    ({"scale_rewards": "group"}, "`scale_rewards`='group' compares the completions"),
-    ({"scale_rewards": "batch"}, "`scale_rewards`='batch' compares"),
-    ({"loss_type": "cispo"}, "`loss_type`='cispo' does not clip the ratio of each token"),
-    ({"loss_type": "luspo"}, "`loss_type`='luspo' does not clip"),
-    ({"importance_sampling_level": "sequence"}, "`importance_sampling_level`='sequence' has one ratio"),
-    ({"multi_objective_aggregation": "normalize_then_sum"}, "`multi_objective_aggregation`='normalize_then_sum'"),
-    ({"dynamic_sampling_rounds": 1}, "`dynamic_sampling_rounds`=1 acts only with a trainer that has dynamic sampling"),
-    ({"optim": "adalomo"}, "PPO's critic cannot be trained with `optim`='adalomo', which is built around one model"),
-    ({"optim": "schedule_free_adamw"}, "into training mode for the policy alone. Use"),
-    (
-        {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 1},
-        "PPO's critic cannot be trained with `lr_scheduler_type`=",
-    ),
-    ({"num_generations": 0}, "`num_generations`=0 is out of range"),
-    ({"num_generations": 3}, r"generation_batch_size \(8\) must be divisible by num_generations \(3\)"),
-    ({"num_generations": "1"}, "`num_generations`='1' must be an integer"),
-    ({"gamma": 1.5}, "`gamma`=1.5 is out of range"),
-    ({"lam": -0.1}, "`lam`=-0.1 is out of range"),
-    ({"cliprange_value": 0.0}, "`cliprange_value`=0.0 is out of range"),
-    ({"value_learning_rate": -1.0}, "`value_learning_rate`=-1.0 is out of range"),
-    ({"value_model_name_or_path": 3}, "`value_model_name_or_path`=3 must be a string or None"),
-    ({"vf_coef": 0.5}, "`vf_coef`=0.5 acts only with `vf_share_layers=True`"),
-    ({"vf_coef": 0.0, "vf_share_layers": True}, "`vf_coef`=0.0 is out of range"),
-    ({"vf_share_layers": 1}, "`vf_share_layers`=1 must be True or False"),
-    (
-        {"vf_share_layers": True, "value_model_name_or_path": "x"},
-        "`value_model_name_or_path`='x' is a critic of its own",
-    ),
-    ({"vf_share_layers": True, "torch_compile": True}, "a policy compiled with `torch_compile` does not expose them"),
-]
-
-
-@pytest.mark.parametrize(("settings", "says"), CONFIGS, ids=lambda value: str(value)[:40])
-def test_a_config_refuses(tmp_path, settings, says):
-    with pytest.raises(ValueError, match=says):
-        config(QuantPPOConfig, tmp_path, **{"num_generations": 1} | settings)
-
-
 @pytest.mark.parametrize(("name", "says"), [("fp16", "`fp16`"), ("fsdp_version", "FSDP1"), ("deepspeed", "DeepSpeed")])
 def test_a_config_refuses_other_ways_to_shard(tmp_path, monkeypatch, name, says):
     if name == "fsdp_version":

@@ -1,11 +1,13 @@
 """Runs of `QuantPPOTrainer`: killed and resumed ones, and vLLM's engine."""
 
+from functools import partial
+
 import pytest
 import torch
 from ppo_runs import ppo
 from safetensors.torch import load_file
 from tiny import save_tiny
-from training import Killed, dataset, lora, metrics, parameters
+from training import dataset, killed_and_resumed, lora, metrics, parameters
 from transformers import (
     AutoModelForTokenClassification,
     TrainerCallback,
@@ -16,11 +18,6 @@ from trl_quant.storage.run_checkpoints import has_whole_weights, last_complete_c
 
 
 pytestmark = pytest.mark.isa
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory) -> str:
-    return save_tiny(tmp_path_factory.mktemp("policy") / "model", seed=3)
 
 
 def logged(trainer) -> list[dict]:
@@ -62,12 +59,7 @@ def assert_same(left, right) -> None:
 
 def unbroken(path, policy, **options):
     """Returns a run's trainer, after a second run that was killed and resumed has come out the same."""
-    whole = ppo(path / "whole", policy, **options)
-    whole.train()
-    with pytest.raises(Killed):
-        ppo(path / "broken", policy, kill_at=2, **options).train()
-    resumed = ppo(path / "broken", policy, **options)
-    resumed.train(resume_from_checkpoint=True)
+    whole, resumed = killed_and_resumed(partial(ppo, policy=policy, **options), path, kill_at=2)
     assert_same(resumed, whole)
     return whole
 

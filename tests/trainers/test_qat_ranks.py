@@ -1,12 +1,7 @@
 """Two ranks train all weights in 4 bits, under DDP, ZeRO-2 and FSDP2 (see `qat_ranks`)."""
 
-import functools
-from importlib.util import find_spec
-
 import pytest
-import torch
-from ranks import on_two_ranks, results
-from tiny import save_tiny
+from ranks import on_demand
 
 
 pytestmark = [pytest.mark.isa, pytest.mark.slow]
@@ -17,21 +12,7 @@ LAUNCHES = {"ddp": CASES[:1], "zero2": CASES[:1], "fsdp2": [*CASES, ROUNDED]}
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What both ranks found in a case of a launch, which runs when the first of its cases is asked for."""
-
-    @functools.cache
-    def launched(launch: str) -> tuple:
-        path = tmp_path_factory.mktemp(launch)
-        save_tiny(path / "model", "qwen2", dtype=torch.bfloat16)
-        return path, on_two_ranks(launch, path, *LAUNCHES[launch])
-
-    def found(launch: str, case: str) -> list:
-        if launch.startswith("zero") and not find_spec("deepspeed"):  # only the ranks need to import it
-            pytest.skip("deepspeed is not installed")
-        path, printed = launched(launch)
-        return results(path, case, printed)
-
-    return found
+    return on_demand(tmp_path_factory, {name: (name, cases) for name, cases in LAUNCHES.items()})
 
 
 @pytest.mark.parametrize("launch", ["ddp", "zero2"])

@@ -3,14 +3,12 @@
 The cases of one launch share its processes, in this order (see `ranks`). vLLM keeps one tensor parallel size a process.
 """
 
-import functools
 from importlib.util import find_spec
-from pathlib import Path
 
 import ppo_ranks
 import pytest
 import torch
-from ranks import on_two_ranks, results
+from ranks import on_demand
 from tiny import save_tiny
 from vllm_ranks import check
 
@@ -50,22 +48,12 @@ LAUNCHES = {
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What both ranks found in a case of a launch, which runs when the first of its cases is asked for."""
-
-    @functools.cache
-    def launched(launch: str) -> tuple[Path, str]:
-        configuration, cases = LAUNCHES[launch]
-        path = tmp_path_factory.mktemp(launch)
-        save_tiny(path / "model", "qwen2", dtype=torch.bfloat16)
-        return path, on_two_ranks(configuration, path, *(c for c in cases if c in WITHOUT_VLLM or find_spec("vllm")))
-
-    def found(launch: str, case: str) -> list:
-        if launch.startswith("zero") and not find_spec("deepspeed"):  # only the ranks need to import it
-            pytest.skip("deepspeed is not installed")
-        path, printed = launched(launch)
-        return results(path, case, printed)
-
-    return found
+    with_vllm = find_spec("vllm")
+    launches = {
+        name: (configuration, [case for case in cases if case in WITHOUT_VLLM or with_vllm])
+        for name, (configuration, cases) in LAUNCHES.items()
+    }
+    return on_demand(tmp_path_factory, launches)
 
 
 @pytest.mark.parametrize("case", EMBEDDED)

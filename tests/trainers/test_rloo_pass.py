@@ -2,61 +2,30 @@
 
 import pytest
 import torch
-from reference import DROPPING, diagnostics, rloo_gradient
+from plain import plain_logps
+from reference import DROPPING, diagnostics, hyperparameters, rloo_gradient
+from rloo_runs import Counting, quantized
 from tiny import save_tiny, tiny_model
-from training import config, make, metrics, step_and_batch
+from training import metrics, step_and_batch
 
-from trl_quant import QuantRLOOConfig, QuantRLOOTrainer
 from trl_quant.corrections import CORRECTIONS
 
 
 pytestmark = pytest.mark.isa
 
 LOW, HIGH = 0.2, 0.3
+CLIP = {"epsilon": LOW, "epsilon_high": HIGH}
 SAVING = [name for name, kind in CORRECTIONS.items() if not (kind.moves_clip_bounds or kind.whole_batch)]
 EVEN = {"tis": {"is_cap": 1.05}} | DROPPING
 MICRO = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
 
 
-class Counting(QuantRLOOTrainer):
-    """Notes the passes of TRL without gradients. With `scores` it makes the one that could be saved."""
-
-    scores = False
-
-    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        if not torch.is_grad_enabled() and not self.correction_step.saves_pass():
-            self.passes.append(self.state.global_step)
-        return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+class Scoring(Counting):
+    """With the pass that could be saved."""
 
     def train(self, *args, **kwargs):
-        self.passes = []
-        if self.scores:
-            self.one_pass = False
+        self.one_pass = False
         return super().train(*args, **kwargs)
-
-
-class Scoring(Counting):
-    scores = True
-
-
-def built(kind, path, model=None, **settings):
-    settings = {
-        "rollout_precision": "int4",
-        "max_steps": 1,
-        "beta": 0.0,
-        "epsilon": LOW,
-        "epsilon_high": HIGH,
-    } | settings
-    return make(kind, config(QuantRLOOConfig, path / "out", **settings), model=model)
-
-
-def plain_logps(model, batch) -> torch.Tensor:
-    """Log-probabilities of the completions' tokens from transformers' own head."""
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
-    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-    keep = batch["completion_ids"].shape[1]
-    logits = model(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
-    return logits[:, -keep - 1 : -1].log_softmax(-1).gather(2, batch["completion_ids"][..., None]).squeeze(2)
 
 
 @pytest.mark.parametrize("correction", SAVING)
@@ -67,13 +36,13 @@ def test_the_step_is_that_of_the_slow_reference(tmp_path, correction):
     """
     rate = 0.1
     sgd = {"optim": "sgd", "learning_rate": rate, "max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
-    sgd |= {"is_correction": correction, **EVEN.get(correction, {}), **MICRO}
-    saved = built(Counting, tmp_path, **sgd)
+    sgd |= {"is_correction": correction, "max_steps": 1, **CLIP, **EVEN.get(correction, {}), **MICRO}
+    saved = quantized(tmp_path, kind=Counting, **sgd)
     step, batch = step_and_batch(saved)
     assert saved.passes == []
     pair = [saved]
     if not CORRECTIONS[correction].every_update:
-        pair.append(built(Scoring, tmp_path, **sgd))
+        pair.append(quantized(tmp_path, kind=Scoring, **sgd))
         same, _ = step_and_batch(pair[1])
         assert pair[1].passes == [0]
         assert (step - same).norm() < 2e-5 * step.norm()
@@ -81,8 +50,7 @@ def test_the_step_is_that_of_the_slow_reference(tmp_path, correction):
     model, mask = tiny_model(seed=3), batch["completion_mask"]
     logps = plain_logps(model, batch)
     old, rollout = logps.detach(), batch["sampling_per_token_logps"]
-    fields = {"is_cap": "cap"}
-    given = {fields.get(k, k.removeprefix(f"{correction}_")): v for k, v in EVEN.get(correction, {}).items()}
+    given = hyperparameters(correction, EVEN.get(correction, {}))
 
     def expected(name, **settings):
         factors = rloo_gradient(name, old, old, rollout, batch["advantages"], mask, LOW, HIGH, **settings)
@@ -120,13 +88,13 @@ def test_the_step_is_that_of_the_slow_reference(tmp_path, correction):
     ids=str,
 )
 def test_the_pass_is_made_where_something_reads_it(tmp_path, settings, passes):
-    trainer = built(Counting, tmp_path, save_tiny(tmp_path / "model", seed=3), **{"max_steps": 2} | settings)
+    trainer = quantized(tmp_path, save_tiny(tmp_path / "model", seed=3), Counting, **CLIP, **settings)
     trainer.train()
     assert trainer.passes == passes
 
 
 def test_evaluations_save_it_too(tmp_path):
-    trainer = built(Counting, tmp_path, is_correction="tis", per_device_eval_batch_size=4)
+    trainer = quantized(tmp_path, kind=Counting, **CLIP, max_steps=1, is_correction="tis", per_device_eval_batch_size=4)
     trainer.passes = []
     trainer.model.eval()
     logs = trainer.evaluate(trainer.train_dataset.select(range(2)))

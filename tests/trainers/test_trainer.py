@@ -6,8 +6,8 @@ import pytest
 import torch
 from datasets import Dataset
 from reference import DROPPING, OBJECTIVES
-from tiny import save_tiny, tiny_model
-from training import assert_same_run, config, dataset, lora, make, metrics, parameters, spread
+from tiny import tiny_model
+from training import assert_same_run, config, dataset, generation, lora, make, metrics, parameters, spread
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_quant import AISGRPOConfig, AISGRPOTrainer, QuantGRPOConfig, QuantGRPOTrainer
@@ -41,21 +41,13 @@ def quantized(trainer_class, output_dir, model=None, config_class=QuantGRPOConfi
     return trainer
 
 
-def batch_of(trainer):
-    """The scored batch that the next step trains on."""
-    trainer.model.train()
-    trainer.state.max_steps = trainer.args.max_steps
-    trainer.current_gradient_accumulation_steps = 1
-    return trainer._generate_and_score_completions([{"prompt": p} for p in dataset(2)["prompt"] for _ in range(4)])
-
-
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_the_loss_is_the_papers_objective(tmp_path, correction):
     """One step after the policy has moved, on a real batch, against the slow loops of `reference.py`."""
     settings = {"loss_type": "bnpo", "scale_rewards": "group", "epsilon_high": 0.3, "num_iterations": 2}
     settings |= {"is_cap": 1.05} if correction in CAPPED else DROPPING.get(correction, {})
     trainer = quantized(QuantGRPOTrainer, tmp_path, is_correction=correction, **settings)
-    batch = batch_of(trainer)
+    batch = generation(trainer)
     rollout = batch["sampling_per_token_logps"]
     with torch.no_grad():
         for param in trainer.model.parameters():
@@ -115,57 +107,6 @@ def test_every_correction_trains_and_says_what_it_saw(tmp_path, correction):
         assert first["sampling/importance_sampling_ratio/max"] == pytest.approx(first["mismatch/max_weight"], rel=1e-5)
 
 
-COMPOSED = {
-    "cispo": {"loss_type": "cispo", "epsilon_high": 5.0, "is_correction": "tis"},
-    "sapo": {"loss_type": "sapo", "is_correction": "ais"},
-    "vespo": {"loss_type": "vespo", "is_correction": "tis"},
-    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "is_correction": "decoupled"},
-    "iterations": {"num_iterations": 2},
-    "accumulation": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
-    "steps_per_generation": {"per_device_train_batch_size": 4, "steps_per_generation": 2},
-    "two_sided_clip": {"delta": 1.5, "is_correction": "tis"},
-    "off_policy_mask": {"off_policy_mask_threshold": 0.5},
-    "reference": {"beta": 0.05},
-    "entropy_quantile": {"top_entropy_quantile": 0.5},
-    "truncated": {"mask_truncated_completions": True},
-    "eval": {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4},
-    "mixed_precision": {"bf16": True, "gradient_checkpointing": True},
-    "noise": {"noise_schedule": "exponential"},
-    "uaq": {"uaq_scale": 1.5},
-    **{loss: {"loss_type": loss} for loss in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")},
-}
-
-
-@pytest.mark.parametrize("option", COMPOSED)
-def test_composes_with_trl(tmp_path, option):
-    model = save_tiny(tmp_path / "model", seed=3)
-    args = config(
-        QuantGRPOConfig, tmp_path / "out", rollout_precision="fp8", max_steps=2, num_generations=2, **COMPOSED[option]
-    )
-    names = []
-
-    def second(completions, **kwargs):
-        names.append(len(completions))
-        return [float(len(c)) for c in completions]
-
-    trainer = make(
-        QuantGRPOTrainer,
-        args,
-        model=model,
-        reward_funcs=[spread, second],
-        eval_dataset=dataset(2) if option == "eval" else None,
-    )
-    before = parameters(trainer)
-    trainer.train()
-    log = metrics(trainer)
-    assert all(math.isfinite(entry["loss"]) for entry in log if "loss" in entry)
-    if option != "truncated":  # every completion of a random model is cut, and then nothing counts
-        assert any(not torch.equal(before[n], p) for n, p in parameters(trainer).items())
-    assert names and any("rewards/second/mean" in entry for entry in log)
-    if option == "eval":
-        assert any(entry.get("eval_mismatch/kl_k3", 0) > 0 for entry in log)
-
-
 @pytest.mark.parametrize("precision", ["int8", "nf4"])
 def test_lora(tmp_path, precision):
     trainer = quantized(QuantGRPOTrainer, tmp_path, peft=True, rollout_precision=precision, max_steps=3)
@@ -213,7 +154,7 @@ def test_unscored_tokens_weigh_one(tmp_path, monkeypatch):
         return prompts, completions, logprobs, tokens
 
     monkeypatch.setattr(trainer.vllm_generation, "generate", holes)
-    batch = batch_of(trainer)
+    batch = generation(trainer)
     assert batch["importance_sampling_ratio"][0, 1] == 1 and batch["importance_sampling_ratio"][1, 0] == 1
     assert batch["importance_sampling_ratio"].isfinite().all()
     unscored = trainer._metrics["train"]["mismatch/unscored_fraction"][-1]
@@ -223,7 +164,7 @@ def test_unscored_tokens_weigh_one(tmp_path, monkeypatch):
 
 def test_metrics_are_those_of_the_batch(tmp_path):
     trainer = quantized(AISGRPOTrainer, tmp_path, config_class=AISGRPOConfig, rollout_precision="int4")
-    batch = batch_of(trainer)
+    batch = generation(trainer)
     expected = CORRECTIONS["ais"]()(
         CorrectionInputs(
             batch["sampling_per_token_logps"],

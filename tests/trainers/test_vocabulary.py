@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from distilling import distil, drawn_logps, logits_of, slow_loss, weights_of
+from distilling import distil, slow_loss, weights_of
 from peft import get_peft_model
 from places import ROOT
+from plain import drawn_logps, logits_of
 from tiny import VOCAB_SIZE, save_tiny, tiny_model, tiny_tokenizer
 from tokenizers import AddedToken
 from training import config, lora, make, metrics, step_and_batch
@@ -39,7 +40,7 @@ def test_the_loss_is_that_of_the_shared_rows(tmp_path, larger, tied, loaded):
     names = saved(tmp_path, larger, tied)
     student, other = (AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32) for name in names)
     given = [AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32) if loaded else name for name in names]
-    trainer = distil(tmp_path, model=given[0], options={"teacher_model": given[1]}, is_correction="tis", **SGD)
+    trainer = distil(tmp_path, model=given[0], teacher_model=given[1], is_correction="tis", **SGD)
     before = {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
     step, batch = step_and_batch(trainer)
     assert batch["completion_ids"].max() < VOCAB_SIZE
@@ -66,7 +67,7 @@ def test_the_loss_is_that_of_the_shared_rows(tmp_path, larger, tied, loaded):
 def test_the_saved_student_is_whole(tmp_path, larger, tied):
     """Its config has the size of its embedding, ties what it tied, and it computes what was trained."""
     student, teacher = saved(tmp_path, larger, tied)
-    trainer = distil(tmp_path, model=student, options={"teacher_model": teacher}, max_steps=1)
+    trainer = distil(tmp_path, model=student, teacher_model=teacher, max_steps=1)
     trainer.train()
     trainer.save_model(str(tmp_path / "saved"))
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
@@ -76,7 +77,7 @@ def test_the_saved_student_is_whole(tmp_path, larger, tied):
     ids = torch.arange(40).unsqueeze(0)
     with torch.no_grad():
         assert torch.equal(found(ids).logits, trainer.model.eval()(ids).logits)
-    again = distil(tmp_path, model=str(tmp_path / "saved"), options={"teacher_model": teacher}, max_steps=1)
+    again = distil(tmp_path, model=str(tmp_path / "saved"), teacher_model=teacher, max_steps=1)
     again.train()
     assert metrics(again)[0]["loss"] > 0
 
@@ -85,13 +86,13 @@ def test_the_saved_student_is_whole(tmp_path, larger, tied):
 def test_a_quantized_teacher_and_a_frozen_student(tmp_path, precision):
     """The decoders are held in 4 bits, and embeddings and heads are cut."""
     student, teacher = saved(tmp_path / "a", "teacher")
-    trainer = distil(tmp_path, model=student, options={"teacher_model": teacher}, teacher_precision=precision)
+    trainer = distil(tmp_path, model=student, teacher_model=teacher, teacher_precision=precision)
     assert any(isinstance(module, FrozenLinear) for module in trainer.teacher_model.modules())
     assert trainer.teacher_model.config.vocab_size == len(trainer.teacher_model.lm_head.weight) == VOCAB_SIZE
     trainer.train()
     student, teacher = saved(tmp_path / "b", "student")
-    options = {"teacher_model": teacher, "peft_config": lora()}
-    trainer = distil(tmp_path, model=student, options=options, train_precision=precision, rollout_precision=None)
+    given = {"teacher_model": teacher, "peft_config": lora()}
+    trainer = distil(tmp_path, model=student, train_precision=precision, rollout_precision=None, **given)
     base = trainer.model.get_base_model()
     assert any(isinstance(module, FrozenLinear) for module in base.modules())
     assert base.config.vocab_size == len(base.lm_head.weight) == VOCAB_SIZE
@@ -121,7 +122,7 @@ def test_rows_that_are_tokens_are_not_cut(tmp_path):
     def refused(says: str, **options):
         options = {"teacher_model": teacher, "processing_class": tiny_tokenizer()} | options
         with pytest.raises(ValueError, match=re.escape(f"{unequal} {says}")):
-            distil(tmp_path, model=student, options=options)
+            distil(tmp_path, model=student, **options)
 
     with_tokens(teacher, 1)
     refused(f"'<new_0>', a token of the teacher's tokenizer, has the id {VOCAB_SIZE}.")
@@ -135,22 +136,21 @@ def test_rows_that_are_tokens_are_not_cut(tmp_path):
     (Path(teacher) / "tokenizer.json").write_text(swapped.replace("<|x|>", "<|reserved_8|>"))
     refused("their tokenizers give '<|reserved_")
     tiny_tokenizer().save_pretrained(teacher)
-    assert distil(tmp_path, model=student, options={"teacher_model": teacher}).teacher_model.config.vocab_size == 320
+    assert distil(tmp_path, model=student, teacher_model=teacher).teacher_model.config.vocab_size == 320
 
 
 def test_what_cannot_be_cut_is_refused(tmp_path, monkeypatch):
     """vLLM starts on a checkpoint that has the rows; an adapter of the embedding has them too."""
     monkeypatch.setitem(RULES, "machine", ())
     student, teacher = saved(tmp_path, "student")
-    options = {"teacher_model": teacher}
     says = "but `use_vllm`=True starts vLLM on a checkpoint that has them. Cut and save the student first"
     with pytest.raises(ValueError, match=says):
-        distil(tmp_path, model=student, options=options, use_vllm=True, rollout_precision="int8")
+        distil(tmp_path, model=student, teacher_model=teacher, use_vllm=True, rollout_precision="int8")
     adapted = get_peft_model(tiny_model(vocab_size=PADDED), lora(target_modules=["q_proj", "embed_tokens"]))
     with pytest.raises(
         ValueError, match=f"The student's embedding has {PADDED} rows, of which {VOCAB_SIZE} are shared"
     ):
-        distil(tmp_path, model=adapted, options=options, rollout_precision=None)
+        distil(tmp_path, model=adapted, teacher_model=teacher, rollout_precision=None)
 
 
 # A critic
@@ -213,7 +213,7 @@ def test_each_documented_pair_can_be_built(tmp_path, monkeypatch):
     for name in {name for pair in pairs for name in pair}:
         save_tiny(tmp_path / name, "qwen2", vocab_size=ROWS[name], **tiny)
     for student, teacher in sorted(pairs):
-        trainer = distil(tmp_path, model=student, options={"teacher_model": teacher}, rollout_precision="fp8")
+        trainer = distil(tmp_path, model=student, teacher_model=teacher, rollout_precision="fp8")
         rows = {model.config.vocab_size for model in (trainer.model, trainer.teacher_model)}
         assert rows == {min(ROWS[student], ROWS[teacher])}
         assert len(trainer.teacher_model.lm_head.weight) == len(trainer.model.lm_head.weight) == rows.pop()

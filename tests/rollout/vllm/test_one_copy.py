@@ -10,11 +10,21 @@ from torch.nn.functional import linear
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
-from frozen_layers import frozen_lora_linear
+from frozen_layers import frozen_lora_linear, layers, storages
 from marlin_on_cpu import marlin_on_cpu, numbers, tiles
 from tiny import FAMILIES, save_tiny
-from training import config, lora, make, metrics, parameters
-from vllm_engines import NOISY_RUN, SMALL, assert_live_equals_fresh, engine, greedy, keep, policy, update
+from training import config, lora, make
+from vllm_engines import (
+    NOISY_RUN,
+    SMALL,
+    assert_live_equals_fresh,
+    engine,
+    greedy,
+    keep,
+    policy,
+    train_beside_the_base,
+    update,
+)
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.formats import global_scale
@@ -40,14 +50,6 @@ def adapted(path, precision: str, family: str = "qwen2", **shape):
         model = policy(path, family=family, tied=family.startswith("gemma"), **TILED | shape)
         freeze(model, precision)
         return get_peft_model(model, with_frozen_layers(LoraConfig(**LORA)))
-
-
-def layers(model) -> dict[str, FrozenLinear]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, FrozenLinear)}
-
-
-def storages(tensors) -> set[int]:
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 def apart(model, precision, monkeypatch):
@@ -220,17 +222,6 @@ def test_a_run(tmp_path, precision):
     assert (args.rollout_precision, args.lora_sync) == (precision, "adapter")
     trainer = make(QuantGRPOTrainer, args, model=path, peft_config=lora())
     keep(trainer)
-    base = {name: layer.dequantize() for name, layer in layers(trainer.model).items()}
-    assert base and all(layer.weight_packed.dtype == torch.int32 for layer in layers(trainer.model).values())
-    start = parameters(trainer)
-    trainer.train()
-    moved = {name for name, param in parameters(trainer).items() if not torch.equal(param, start[name])}
-    assert moved == {name for name in start if ".lora_" in name}
-    assert all(torch.equal(layer.dequantize(), base[name]) for name, layer in layers(trainer.model).items())
-    logged = [entry for entry in metrics(trainer) if "loss" in entry]
+    assert all(layer.weight_packed.dtype == torch.int32 for layer in layers(trainer.model).values())
+    logged, _ = train_beside_the_base(trainer, mismatch=1e-3)
     assert [entry["noise/norms"] > 0 for entry in logged] == [entry["noise/sigma"] > 0 for entry in logged]
-    clean = [entry["mismatch/kl_k3"] for entry in logged if not entry["noise/sigma"]]
-    noised = [entry["mismatch/kl_k3"] for entry in logged if entry["noise/sigma"]]
-    print(clean, noised)
-    assert clean and noised and max(clean) < 1e-3
-    trainer.check_sync()

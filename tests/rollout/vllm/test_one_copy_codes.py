@@ -9,12 +9,12 @@ from peft import LoraConfig, get_peft_model
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 from cutlass_on_cpu import cutlass_on_cpu
+from frozen_layers import layers, storages
 from tiny import FAMILIES, save_tiny
-from training import config, lora, make, metrics, parameters
-from vllm_engines import NOISY_RUN, engine, greedy, keep, policy
+from training import config, lora, make, parameters
+from vllm_engines import NOISY_RUN, engine, greedy, keep, policy, train_beside_the_base
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.layers import FrozenLinear
 from trl_quant.policy.adapters import with_frozen_layers
 from trl_quant.policy.frozen import freeze
 from trl_quant.policy.unified import unify
@@ -40,14 +40,6 @@ def adapted(path, family: str = "qwen2", **shape):
         model = get_peft_model(model, with_frozen_layers(LoraConfig(**LORA)))
         unify(model, "int8")
         return model
-
-
-def layers(model) -> dict[str, FrozenLinear]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, FrozenLinear)}
-
-
-def storages(tensors) -> set[int]:
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 def parameters_of(sampler) -> dict[str, torch.Tensor]:
@@ -125,22 +117,10 @@ def test_a_run(tmp_path):
     args = config(QuantGRPOConfig, tmp_path / "out", **settings)
     trainer = make(QuantGRPOTrainer, args, model=path, peft_config=lora())
     keep(trainer)
-    base = {name: layer.dequantize() for name, layer in layers(trainer.model).items()}
-    assert base and storages(x.weight_packed for x in layers(trainer.model).values()) <= storages(
-        parameters_of(trainer.vllm_generation.engine).values()
-    )
-    start = parameters(trainer)
-    trainer.train()
-    moved = {name for name, param in parameters(trainer).items() if not torch.equal(param, start[name])}
-    assert moved == {name for name in start if ".lora_" in name}
-    assert all(torch.equal(layer.dequantize(), base[name]) for name, layer in layers(trainer.model).items())
-    logged = [entry for entry in metrics(trainer) if "loss" in entry]
-    clean = [entry["mismatch/kl_k3"] for entry in logged if not entry["noise/sigma"]]
-    noised = [entry["mismatch/kl_k3"] for entry in logged if entry["noise/sigma"]]
-    print(clean, noised)
-    assert clean and noised and max(clean) < 1e-2
+    held = storages(parameters_of(trainer.vllm_generation.engine).values())
+    assert storages(layer.weight_packed for layer in layers(trainer.model).values()) <= held
+    logged, moved = train_beside_the_base(trainer, mismatch=1e-2)
     assert all(entry["kl"] > 0 for entry in logged[2:])
-    trainer.check_sync()
 
     again = make(QuantGRPOTrainer, args, model=path, peft_config=lora())
     keep(again)

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from distilling import distil
 from tiny import save_tiny
-from training import config, lora, make
+from training import lora, trainer_for
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -24,12 +23,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.serve.dev.server_info.api_router import PydanticVllmConfig
 from vllm_engines import FP8_CACHE, fresh, one_by_one, served
 
-from trl_quant import (
-    QuantPPOConfig,
-    QuantPPOTrainer,
-    QuantRLOOConfig,
-    QuantRLOOTrainer,
-)
+from trl_quant import QuantDistillationTrainer, QuantPPOTrainer, QuantRLOOTrainer
 from trl_quant.rollout.vllm import kernel_checks
 from trl_quant.rollout.vllm import server as vllm_server
 from trl_quant.rollout.vllm.server import serve_command
@@ -202,16 +196,12 @@ def test_server_samples_from_the_policy(tmp_path, model, servers, monkeypatch, p
     assert served(trainer.vllm_generation.vllm_client) == one_by_one(last)
 
 
-@pytest.mark.parametrize("trainer_class", [QuantRLOOTrainer, QuantPPOTrainer, "distillation"])
+@pytest.mark.parametrize("trainer_class", [QuantRLOOTrainer, QuantPPOTrainer, QuantDistillationTrainer])
 def test_each_trainer_samples_from_a_server(tmp_path, model, servers, monkeypatch, trainer_class):
     """Two steps with a correction; then the server equals an engine that vLLM starts on the weights."""
     monkeypatch.setattr(file_transfer, "FILE", Path(f"{model}-bf16.pt"))
     settings = behind(servers["bf16"], "bf16") | {"is_correction": "tis", "sync_check_steps": 1, "max_steps": 2}
-    if trainer_class == "distillation":
-        trainer = distil(tmp_path, model=str(model), **settings)
-    else:
-        kind = {QuantRLOOTrainer: QuantRLOOConfig, QuantPPOTrainer: QuantPPOConfig}[trainer_class]
-        trainer = make(trainer_class, config(kind, tmp_path / "out", **settings), model=str(model))
+    trainer = trainer_for(tmp_path / "out", str(model), trainer_class, **settings)
     before = served(trainer.vllm_generation.vllm_client)
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]
