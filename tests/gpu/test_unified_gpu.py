@@ -265,9 +265,8 @@ def test_products_equal_vllm(engines, monkeypatch, request):
     monkeypatch.setattr(support, "follow_int8", followed.append)
     support.compute_as_vllm("int8", torch.device("cuda"))
     (multiply,) = followed
-    monkeypatch.setattr(
-        products, "_engines_int8", (lambda *args: used.append(1) or multiply(*args)) if engines else None
-    )
+    products.follow_int8((lambda *args: used.append(1) or multiply(*args)) if engines else None)
+    request.addfinalizer(lambda: products.follow_int8(None))
     for tokens, outputs, inputs in ((1024, 4096, 4096), (48, 6144, 4096), (1, 4096, 14336)):
         x = matrix(tokens, inputs).cuda()
         for format in ("int8", "fp8"):

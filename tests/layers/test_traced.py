@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from trained import trainer_of
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from trl_quant.layers import FrozenLinear, UnifiedLinear, traced, weight_only
+from trl_quant.layers import FrozenLinear, UnifiedLinear, products, quantizers, traced, weight_only
 from trl_quant.layers.joint import WAITING, Joint
 from trl_quant.policy.adapters import UnifiedLoraLinear, with_frozen_layers
 from trl_quant.policy.unified import restore, unify
@@ -194,14 +194,17 @@ def test_a_decoder_layer_is_one_graph(precision, kind, checkpointing):
 def test_layers_that_share_an_input_are_one_product():
     model = policy("fp8", "merged")
     regions = compile_regions(model, backend="aot_eager")
-    names = {quantizers: ["quantize_input"], products: ["product", "input_gradient"]}
-    calls = {
-        name: {each: Mock(side_effect=getattr(getattr(traced, name), each)) for each in names[name]} for name in names
-    }
-    rooms = {name: SimpleNamespace(**vars(getattr(traced, name)) | calls[name]) for name in names}
+    calls, rooms = [], {}
+    for name, room, each in (
+        ("quantizers", quantizers, ["quantize_input"]),
+        ("products", products, ["product", "input_gradient"]),
+    ):
+        counted = {function: Mock(side_effect=getattr(room, function)) for function in each}
+        calls += counted.values()
+        rooms[name] = SimpleNamespace(**vars(room) | counted)
     with patch.multiple(traced, **rooms):  # as operators see them
         update(model, regions)
-    for call in (*calls["quantizers"].values(), *calls["products"].values()):
+    for call in calls:
         assert call.call_count == 4 * model.config.num_hidden_layers  # q, k and v; o; gate and up; down
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
+from places import ROOT
 from sources import (
     PACKAGE,
     Sources,
@@ -247,3 +248,10 @@ def test_one_name_is_one_thing(sources):
         "FORMATS stands in a and a/b",
         "HIGH stands in a and c.py",
     ]
+
+
+def test_files_that_tests_import_by_name_have_one_name_each():
+    """Examples, benchmarks and helpers are found by their names alone, and which comes first differs between runs."""
+    folders = ("examples", "benchmarks", "benchmarks/study", "tests/helpers")
+    found = [file.name for folder in folders for file in (ROOT / folder).glob("*.py") if file.name != "__init__.py"]
+    assert sorted(found) == sorted(set(found)) and "training.py" in found
