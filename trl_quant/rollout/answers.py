@@ -23,6 +23,7 @@ def fault_of_samples(
     count: int,
     vocabulary: int,
     most: int | None,
+    ended: list[bool] | None = None,
 ) -> str | None:
     """
     Returns what is wrong with samples, or `None`.
@@ -35,12 +36,14 @@ def fault_of_samples(
         count (`int`): Number of completions that were asked for.
         vocabulary (`int`): Number of the model's tokens.
         most (`int` or `None`): Largest number of tokens that were asked for in a completion; `None` for any.
+        ended (`list[bool]`, *optional*): Which completions have ended, and so have a token; by default all.
     """
     if len(token_ids) != count:
         return f"{len(token_ids)} completions were returned, and {count} were asked for"
     lengths = [*map(len, token_ids)]
-    if not all(lengths):
-        return f"completion {lengths.index(0)} has no token"
+    for row, length in enumerate(lengths):
+        if not length and (ended is None or ended[row]):
+            return f"completion {row} has no token"
     if most is not None and max(lengths, default=0) > most:
         return f"completion {np.argmax(lengths)} has {max(lengths)} tokens, and at most {most} were asked for"
     fault = fault_of_ids("completion_ids", token_ids, vocabulary)

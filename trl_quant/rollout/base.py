@@ -26,7 +26,7 @@ from ..noise import noised_norms, norm_noise
 from ..run_spec import EngineSpec
 from .answers import fault_of_samples
 from .drift import WeightDrift
-from .engine import Engine, Request, RolloutNoise, Samples
+from .engine import Engine, Enough, Request, RolloutNoise, Samples
 from .faults import fault_of
 from .fingerprint import fingerprint
 from .function import first_change, function_of
@@ -150,8 +150,8 @@ class RolloutEngine:
         """
         raise NotImplementedError
 
-    def sample(self, requests: list[Request]) -> Samples:
-        """Samples one completion for each request, with the current `settings`."""
+    def sample(self, requests: list[Request], enough: Enough | None = None) -> Samples:
+        """Samples one completion for each request, with the current `settings`; see [`~rollout.engine.Engine`]."""
         raise NotImplementedError
 
     def read_norms(self) -> dict[str, Tensor]:
@@ -164,22 +164,28 @@ class RolloutEngine:
 
     # Sample
 
-    def draw(self, requests: list[Request], profiler: AbstractContextManager | None = None) -> Samples:
+    def draw(
+        self,
+        requests: list[Request],
+        profiler: AbstractContextManager | None = None,
+        enough: Enough | None = None,
+    ) -> Samples:
         """
         Samples one turn of a generation, and checks the samples.
 
         Args:
             requests (`list[Request]`): The requests of this rank.
             profiler (context manager, *optional*): Times the sampling.
+            enough (`Callable`, *optional*): Ends the call early; see [`~rollout.engine.Engine`].
 
         Raises:
             `RuntimeError`: A policy cannot have sampled this; see [`~rollout.answers.fault_of_samples`].
         """
         with self.generation(), profiler or nullcontext():
-            samples = self.sample(requests)
+            samples = self.sample(requests) if enough is None else self.sample(requests, enough)
         logps = None if samples.logps is None else [[[logp] for logp in row] for row in samples.logps]
         asked = {"count": len(requests), "vocabulary": self.vocabulary, "most": self.settings.most_tokens}
-        fault = fault_of_samples(samples.token_ids, logps, None, **asked)
+        fault = fault_of_samples(samples.token_ids, logps, None, ended=samples.ended, **asked)
         if fault is not None:
             raise RuntimeError(f"The engine returned samples that the policy cannot have drawn: {fault}.")
         return samples
@@ -381,8 +387,8 @@ class AdaptedEngine(RolloutEngine):
         self.engine.sync()
         self.mark_current()
 
-    def sample(self, requests: list[Request]) -> Samples:
-        return self.engine.sample(requests)
+    def sample(self, requests: list[Request], enough: Enough | None = None) -> Samples:
+        return self.engine.sample(requests) if enough is None else self.engine.sample(requests, enough)
 
 
 def count_layers(policy: nn.Module, precision: str) -> int:

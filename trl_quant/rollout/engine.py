@@ -6,15 +6,20 @@ completions from it with `sample`:
     class Shouting:
         def sync(self) -> None: ...
 
-        def sample(self, requests) -> Samples:
+        def sample(self, requests, enough=None) -> Samples:
             return Samples([[33] for _ in requests], [[0.0] for _ in requests])
 
 `trl_face` presents an engine to TRL's trainers. The engines of this package add noise, metrics and checkpoints to this
 protocol; they inherit from [`~rollout.base.RolloutEngine`].
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Protocol
+
+
+# Says, from which requests of a call have ended, whether the engine may leave the others unfinished
+Enough = Callable[[list[bool]], bool]
 
 
 @dataclass(frozen=True)
@@ -27,11 +32,19 @@ class Request:
         images (`list`, *optional*): The images of the prompt, for a vision-language model.
         copies (`int`, *optional*, defaults to `1`):
             Number of consecutive requests, over all ranks, that have this prompt. A server samples them together.
+        sampled (`list[int]`, *optional*):
+            The completion's tokens so far, of an earlier call. The engine goes on after them, up to the same length.
     """
 
     prompt: list[int]
     images: list | None = None
     copies: int = 1
+    sampled: list[int] = field(default_factory=list)
+
+    @property
+    def given(self) -> list[int]:
+        """All tokens that the engine starts from."""
+        return [*self.prompt, *self.sampled]
 
 
 def requests_for(prompts: list[list[int]], images: list | None = None, copies: int = 1) -> list[Request]:
@@ -54,14 +67,16 @@ class Samples:
 
     Parameters:
         token_ids (`list[list[int]]`):
-            The sampled tokens of each completion, without the prompt.
+            The tokens that this call sampled of each completion.
         logps (`list[list[float | None]]`, *optional*):
             The log-probability, in nats, with which each token was sampled; `None` for a token where it is unknown. If
             the whole argument is `None`, the engine returns no log-probabilities.
+        ended (`list[bool]`, *optional*): Whether each completion has ended; `None` if all have.
     """
 
     token_ids: list[list[int]]
     logps: list[list[float | None]] | None = None
+    ended: list[bool] | None = None
 
 
 class Engine(Protocol):
@@ -70,8 +85,14 @@ class Engine(Protocol):
     def sync(self) -> None:
         """Copies the policy's weights into the engine, in the engine's own format. Trainers call it on all ranks."""
 
-    def sample(self, requests: list[Request]) -> Samples:
-        """Samples one completion for each request, in their order. It holds nothing between two calls."""
+    def sample(self, requests: list[Request], enough: Enough | None = None) -> Samples:
+        """
+        Samples one completion for each request, in their order. It holds nothing between two calls.
+
+        If `enough` is given, it is asked after each step, and once it says so, the other completions are returned with
+        the tokens that they have. A later call goes on with them: see [`Request`]. Ranks that form one engine are asked
+        about the requests of all of them, in the order of the ranks, and must answer alike.
+        """
 
 
 class ScoringEngine(Engine, Protocol):

@@ -17,7 +17,7 @@ import vllm
 from vllm_engines import engine, policy
 
 from trl_quant.rollout import VLLMEngine, VLLMServerEngine
-from trl_quant.rollout.engine import requests_for
+from trl_quant.rollout.engine import Request, requests_for
 from trl_quant.rollout.trl_face import QuantGeneration
 from trl_quant.rollout.vllm.server import placed
 
@@ -173,3 +173,9 @@ def test_prompts_and_images_must_agree(served):
     with pytest.raises(ValueError, match=r"has 1 runs of image tokens for 2 images"):
         served.sample(requests_for([[9, 9, 5]], [["red", "blue"]]))
     assert placed(None, [9], 9) is None
+
+
+@pytest.mark.parametrize("given", [{"enough": any}, {"sampled": [5]}])
+def test_a_server_leaves_nothing_unfinished(served, given):
+    with pytest.raises(ValueError, match="returns all completions in one answer"):
+        served.sample([Request([9, 5], sampled=given.get("sampled", []))], given.get("enough"))

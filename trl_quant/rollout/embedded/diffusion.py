@@ -49,7 +49,7 @@ from trl.trainer.utils import add_fused_lm_head
 from ...layers.products import multiplies
 from ...policy.masked import IGNORED, MaskedRows, PromptMasks, mask_token_of, shift_of
 from ...precisions import PRECISIONS, with_products
-from ..engine import Request, Samples
+from ..engine import Enough, Request, Samples
 from .shared_base import SharedEngine
 from .transformers_engine import TransformersEngine, lengths_to_end
 
@@ -223,7 +223,7 @@ class Denoising:
         return model
 
     @torch.no_grad()
-    def sample(self, requests: list[Request]) -> Samples:
+    def sample(self, requests: list[Request], enough: Enough | None = None) -> Samples:
         """
         Samples one completion for each request, of text alone. A batch of any size is denoised in parts of at most
         `TOKENS_AT_ONCE` tokens, one after the other, so that memory is bounded.
@@ -231,7 +231,12 @@ class Denoising:
         Returns:
             [`Samples`]: The completions, each up to its first end token, with the one-step estimates of their tokens
             under the first mask of each row.
+
+        Raises:
+            `ValueError`: `enough` is given, or a request has `sampled` tokens.
         """
+        if enough is not None or any(request.sampled for request in requests):
+            raise ValueError("A masked diffusion model writes all tokens of a completion together: it has no rest.")
         prompts = [request.prompt for request in requests]
         prompt_ids, prompt_mask = self._padded(prompts, "left")
         parts = self._parts(prompt_ids)

@@ -16,6 +16,8 @@ from transformers import (
     MinPLogitsWarper,
     PreTrainedModel,
     ProcessorMixin,
+    StoppingCriteria,
+    StoppingCriteriaList,
     StopStringCriteria,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -29,7 +31,7 @@ from ...noise import noised_norms
 from ...policy.positions import fix_positions, fixed_context, keep_cache
 from ...policy.unified import fuse
 from ..base import RolloutEngine, count_layers
-from ..engine import Request, RolloutNoise, Samples
+from ..engine import Enough, Request, RolloutNoise, Samples
 from ..sampling_options import check_supported
 from ..tensors import default_dtype, ties_embeddings
 from ..tokenizer import id_list
@@ -65,6 +67,34 @@ class _Likeliest(LogitsProcessor):
         if not scores.amax(-1).isfinite().all():  # `amax` is NaN if any score is
             raise ValueError("The model computes scores that are not finite, so no token is the likeliest.")
         return torch.full_like(scores, -torch.inf).scatter(-1, scores.argmax(-1, keepdim=True), 0.0)
+
+
+class _Ends(StoppingCriteria):
+    """
+    Says where each row ends: with one of `end_ids`, with one of the `strings`, after the `rest` of its tokens, (B,), or
+    with all others once `enough` says so.
+
+    Attributes:
+        columns (`list[torch.Tensor]`): For each sampled token, whether each row may end with it, (B,).
+        ended (`torch.Tensor`): Whether each row has ended by itself, (B,).
+        is_early (`bool`): Whether `enough` has ended the others.
+    """
+
+    def __init__(self, rest: Tensor, end_ids: list[int], strings, tokenizer, enough: Enough | None):
+        self.rest, self.end_ids, self.enough = rest, torch.tensor(end_ids, device=rest.device), enough
+        self.strings = StopStringCriteria(tokenizer, strings) if strings else None
+        self.columns: list[Tensor] = []
+        self.ended = torch.zeros_like(rest, dtype=torch.bool)
+        self.is_early = False
+
+    def __call__(self, input_ids: torch.LongTensor, scores, **kwargs) -> Tensor:
+        is_end = torch.isin(input_ids[:, -1], self.end_ids) | (self.rest <= len(self.columns) + 1)
+        if self.strings is not None:
+            is_end |= self.strings(input_ids, scores)
+        self.columns.append(is_end)
+        self.ended |= is_end
+        self.is_early = self.enough is not None and not self.ended.all() and self.enough(self.ended.tolist())
+        return self.ended | self.is_early
 
 
 class TransformersEngine(RolloutEngine):
@@ -275,17 +305,17 @@ class TransformersEngine(RolloutEngine):
             params[name].data.copy_(value)
 
     @torch.no_grad()
-    def sample(self, requests: list[Request]) -> Samples:
+    def sample(self, requests: list[Request], enough: Enough | None = None) -> Samples:
         """
-        Samples one completion for each request from the quantized copy. The trainer sets the processor's results for
-        their images as `multimodal_fields`.
+        Samples one completion for each request from the quantized copy, or until `enough` says so; see
+        [`~rollout.engine.Engine`]. The trainer sets the processor's results for their images as `multimodal_fields`.
 
         Returns:
             [`Samples`]: The completions, with the log-probability, in nats, with which each token was sampled: after
             temperature, top-k, top-p and min-p.
         """
         self._check_prompts(requests)
-        prompts = [request.prompt for request in requests]
+        prompts = [request.given for request in requests]
         device, tokenizer, options = self.accelerator.device, self.tokenizer, self._generation_options()
         sampled = _SampledLogps()
         processors = _warpers(options, device)
@@ -298,11 +328,16 @@ class TransformersEngine(RolloutEngine):
             "disable_compile": True,
         }
         fixed = {"do_sample": True, "temperature": 1.0, "top_k": 0, "eos_token_id": end_ids or None}
+        strings = options.pop("stop_strings", None)
         config = GenerationConfig(**defaults | options | fixed)
         self.copy.generation_config = config
 
         input_ids = _left_padded(prompts, tokenizer.pad_token_id, device)
         longest = input_ids.shape[1]
+        rest = [(config.max_new_tokens or sys.maxsize) - len(request.sampled) for request in requests]
+        if config.max_new_tokens is not None:
+            config.max_new_tokens = max(rest)
+        ends = _Ends(torch.tensor(rest, device=device), end_ids, strings, tokenizer, enough)
         attention_mask = _left_padded([[1] * len(ids) for ids in prompts], 0, device)
         fields = {
             name: field.to(device) if isinstance(field, Tensor) else _left_padded(field, 0, device)
@@ -316,22 +351,15 @@ class TransformersEngine(RolloutEngine):
                 **fields,
                 generation_config=config,
                 logits_processor=processors,
+                stopping_criteria=StoppingCriteriaList([ends]),
                 synced_gpus=False,
-                tokenizer=tokenizer if "stop_strings" in options else None,
             )
         sampled.take(sequences[:, -1])
-        completions = sequences[:, longest:]
         logps = torch.stack(sampled.logps, dim=1).tolist()
-
-        is_end = torch.isin(completions, torch.tensor(end_ids, device=device))
-        if "stop_strings" in options:
-            stopped = StopStringCriteria(tokenizer, options["stop_strings"])
-            columns = range(longest + 1, sequences.shape[1] + 1)
-            is_end |= torch.stack([stopped(sequences[:, :column], None) for column in columns], dim=1)
-        lengths = lengths_to_end(is_end)
-        token_ids = [row[:length] for row, length in zip(completions.tolist(), lengths, strict=True)]
+        lengths = lengths_to_end(torch.stack(ends.columns, dim=1))
+        token_ids = [row[:length] for row, length in zip(sequences[:, longest:].tolist(), lengths, strict=True)]
         logps = [row[:length] for row, length in zip(logps, lengths, strict=True)]
-        return Samples(token_ids, logps)
+        return Samples(token_ids, logps, ends.ended.tolist() if ends.is_early else None)
 
     def _check_prompts(self, requests: list[Request]) -> None:
         """Raises `ValueError` for images that the processor has not prepared, and for tokens that the model lacks."""

@@ -22,12 +22,12 @@ from ...reading import reading
 from ...run_spec import DISCARDS, EngineSpec
 from ...storage.quantization import check_prepared
 from ...trl_seams import empty_cache
-from ..engine import Request, Samples
+from ..engine import Enough, Request, Samples
 from ..fingerprint import fingerprint
 from ..verify.kv_cache import KVCache
 from ..weights import PolicyWeights
 from .base import VLLMBase
-from .sampling import nothing_left_behind, parameters, read, sampling_lean, vllm_prompt
+from .sampling import nothing_left_behind, parameters, sampled, sampling_lean
 from .support import (
     RANK_ON_CPU,
     adapter_arguments,
@@ -394,10 +394,10 @@ class VLLMEngine(VLLMBase):
         """Context of each generation in vLLM. It yields further fields of vLLM's `SamplingParams`."""
         return sampling_lean(self.llm, self.settings)
 
-    def sample(self, requests: list[Request]) -> Samples:
+    def sample(self, requests: list[Request], enough: Enough | None = None) -> Samples:
         """
-        Samples one completion for each request. The ranks of one engine, which must call it together, sample the
-        requests of all of them, and each returns its own.
+        Samples one completion for each request, or until `enough` says so; see [`~rollout.engine.Engine`]. The ranks of
+        one engine, which must call it together, sample the requests of all of them, and each returns its own.
 
         Raises:
             `RuntimeError`: vLLM has dropped a completion before its end.
@@ -406,13 +406,13 @@ class VLLMEngine(VLLMBase):
         if self._group is not None and is_peft_model(self.model):
             # On some hardware vLLM's first collective hangs while NCCL still cleans up after that of small gradients
             torch.distributed.barrier(device_ids=[self.accelerator.local_process_index])
-        prompts = [vllm_prompt(request) for request in everyones]
         with nothing_left_behind(self.llm), self.sampling() as further:
             options = self.tempering() | {"n": 1, "max_tokens": self.settings.max_completion_length, "logprobs": 0}
             asked = parameters(options | self.further_options() | further, self.settings.structured_outputs_regex)
-            samples = read(self.llm.generate(prompts, sampling_params=asked, use_tqdm=False))
-        end = start + len(requests)
-        return Samples(samples.token_ids[start:end], samples.logps[start:end])
+            samples = sampled(self.llm, everyones, asked, enough)
+        own = slice(start, start + len(requests))
+        ended = None if samples.ended is None else samples.ended[own]
+        return Samples(samples.token_ids[own], samples.logps[own], ended)
 
     def _gathered(self, requests: list[Request]) -> tuple[list[Request], int]:
         """Returns the requests of all ranks that form this engine, and the place of this rank's first among them."""

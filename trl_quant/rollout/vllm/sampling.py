@@ -18,13 +18,13 @@ rows, a function replaces a method of the live engine for one generation, and ca
 import gc
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from ...trl_seams import exchanged
 from ..answers import fault_of_end
-from ..engine import Request, Samples
+from ..engine import Enough, Request, Samples
 from ..settings import SamplingSettings
 
 
@@ -62,24 +62,47 @@ def parameters(options: dict, regex: str | None):
 
 def vllm_prompt(request: Request) -> dict:
     """Returns a request's prompt as vLLM takes it."""
-    prompt = {"prompt_token_ids": request.prompt}
+    prompt = {"prompt_token_ids": request.given}
     if request.images is not None:
         prompt["multi_modal_data"] = {"image": request.images if len(request.images) > 1 else request.images[0]}
     return prompt
 
 
-def read(outputs) -> Samples:
+def read(outputs, unfinished: Collection[str] = ()) -> Samples:
     """
-    Returns the samples in vLLM's outputs, each with one completion.
+    Returns the samples in vLLM's outputs, each with one completion. `unfinished` are the requests that [`EndedEarly`]
+    has ended.
+
+    Raises:
+        `RuntimeError`: vLLM has dropped another completion before its end.
+    """
+    ended = [output.request_id not in unfinished for output in outputs]
+    completions = [completion for output in outputs for completion in output.outputs]
+    reasons = [each.finish_reason for each, has_ended in zip(completions, ended, strict=True) if has_ended]
+    fault = fault_of_end(reasons)
+    if fault is not None:
+        raise RuntimeError(f"vLLM returned samples that cannot be used: {fault}.")
+    ids, logps = [list(each.token_ids) for each in completions], [logps_of(each) for each in completions]
+    return Samples(ids, logps, ended if unfinished else None)
+
+
+def sampled(llm, requests: list[Request], asked, enough: Enough | None) -> Samples:
+    """
+    Samples from vLLM's `llm`; see [`~rollout.engine.Engine`]. `asked` are the `SamplingParams` of a request without
+    tokens so far.
 
     Raises:
         `RuntimeError`: vLLM has dropped a completion before its end.
     """
-    completions = [completion for output in outputs for completion in output.outputs]
-    fault = fault_of_end(completion.finish_reason for completion in completions)
-    if fault is not None:
-        raise RuntimeError(f"vLLM returned samples that cannot be used: {fault}.")
-    return Samples([list(each.token_ids) for each in completions], [logps_of(each) for each in completions])
+    each = asked
+    if any(request.sampled for request in requests):
+        each = [asked.clone() for _ in requests]
+        for params, request in zip(each, requests, strict=True):
+            params.max_tokens = params.max_tokens and params.max_tokens - len(request.sampled)
+    prompts = [vllm_prompt(request) for request in requests]
+    with ending_early(llm, enough) as unfinished:
+        outputs = llm.generate(prompts, sampling_params=each, use_tqdm=False)
+    return read(outputs, unfinished)
 
 
 def logps_of(completion) -> list[float | None]:
@@ -142,6 +165,49 @@ def nothing_left_behind(llm) -> Iterator[None]:
         core.scheduler.finished_req_ids.update(held)  # the next step tells the workers that these have ended
         llm.reset_prefix_cache()
         raise
+
+
+class EndedEarly:
+    """
+    Replaces vLLM's `OutputProcessor.process_outputs`. Once `enough` says so, all other requests end with the tokens
+    that they have, as vLLM ends those that have met a stop string.
+
+    Attributes:
+        unfinished (`set[str]`): The numbers of these requests, as `RequestOutput.request_id`.
+    """
+
+    def __init__(self, processor, enough: Enough):
+        self.processor, self.process, self.enough = processor, processor.process_outputs, enough
+        self.requests: list[str] = []  # in their order
+        self.unfinished: set[str] = set()
+
+    def __call__(self, outputs, *args, **kwargs):
+        from vllm.v1.engine import EngineCoreOutput, FinishReason
+
+        states = self.processor.request_states  # of those that have not ended
+        self.requests = self.requests or list(states)
+        processed = self.process(outputs, *args, **kwargs)
+        if not states or not self.enough([name not in states for name in self.requests]):
+            return processed
+        left = list(states)
+        ends = [EngineCoreOutput(request_id=name, new_token_ids=[], finish_reason=FinishReason.ABORT) for name in left]
+        rest = self.process(ends, *args, **kwargs)
+        self.unfinished |= {output.request_id for output in rest.request_outputs}
+        processed.request_outputs.extend(rest.request_outputs)
+        processed.reqs_to_abort.extend(left)
+        return processed
+
+
+@contextmanager
+def ending_early(llm, enough: Enough | None) -> Iterator[Collection[str]]:
+    """Context in which vLLM's `llm` samples until `enough` says so. It yields what [`EndedEarly`] leaves unfinished."""
+    if enough is None:
+        yield ()
+        return
+    processor = llm.llm_engine.output_processor
+    early = EndedEarly(processor, enough)
+    with exchanged(processor, process_outputs=early):
+        yield early.unfinished
 
 
 class SampledLogps:

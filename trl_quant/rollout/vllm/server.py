@@ -31,7 +31,7 @@ from ...reading import reading
 from ...storage.quantization import prepared_precisions
 from ...storage.source import skeleton
 from ..address import without_password
-from ..engine import Request, Samples
+from ..engine import Enough, Request, Samples
 from ..limits import finished_within
 from ..verify.kv_cache import CACHE_FORMATS, UNQUANTIZED, KVCache
 from .base import VLLMBase
@@ -226,14 +226,17 @@ class VLLMServerEngine(VLLMBase):
 
     # Sample
 
-    def sample(self, requests: list[Request]) -> Samples:
+    def sample(self, requests: list[Request], enough: Enough | None = None) -> Samples:
         """
         Samples one completion for each request. All ranks must call it: the first one sends the requests of all ranks
         to the server, which samples the copies of a prompt together.
 
         Raises:
+            `ValueError`: `enough` is given, or a request has `sampled` tokens. One answer brings all completions.
             `RuntimeError`: The server's answer cannot be used; see [`~client.Client.generate`].
         """
+        if enough is not None or any(request.sampled for request in requests):
+            raise ValueError("A vLLM server returns all completions in one answer, so none can be left unfinished.")
         counts, everyones = gather_object([len(requests)]), gather_object(requests)
         result = [self._served(everyones) if self.accelerator.is_main_process else None]
         broadcast_object_list(result, from_process=0)
