@@ -36,7 +36,7 @@ import trl.extras.profiling as profiling
 import trl.generation.vllm_generation as vllm_generation
 import trl.trainer.utils as trl_utils
 from torch import Tensor
-from transformers import TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 from trl.kernels import ChunkedLogProbFunction
 from trl.kernels.chunked_divergence import VOCAB_CHUNK_SIZE
@@ -373,6 +373,11 @@ def choose_port() -> None:
 def empty_cache() -> None:
     """Frees the device memory that PyTorch's allocator caches, as TRL does."""
     vllm_generation.empty_cache()
+
+
+def add_scoring_head(model: PreTrainedModel, temperature: float, in_fp32: bool) -> None:
+    """Gives a model the head with which TRL's trainer scores tokens at a temperature, so that both round alike."""
+    trl_utils.add_fused_lm_head(model, temperature=temperature, cast_lm_head_to_fp32=in_fp32)
 
 
 def is_async(function: Callable) -> bool:

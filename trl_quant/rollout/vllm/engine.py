@@ -141,9 +141,8 @@ class VLLMEngine(VLLMBase):
         started = self.llm.llm_engine.vllm_config
         self.expect_caches(started.cache_config.cache_dtype, started.model_config.hf_config)
         # A policy that will be sharded has other fingerprints later. There only the self-check compares the base.
-        is_sharded = self.weights.sharding.is_fsdp or self.weights.sharding.is_zero3
         is_on_trial = next(self.model.parameters()).is_meta  # a trial's policy gets its values later
-        if self.lora_sync == "adapter" and not is_sharded and not is_on_trial:
+        if self.lora_sync == "adapter" and not self.weights.is_sharded and not is_on_trial:
             self._base_at_start = self._base_fingerprints()
         self.rest()
 
