@@ -27,7 +27,7 @@ from .checks import check_what
 from .documentation import explain
 from .given import Given
 from .hyperparameters import setting_fields
-from .values import check_types, check_values
+from .values import check_types, check_values, meant_words
 
 
 logger = logging.getLogger(__name__)
@@ -250,7 +250,7 @@ class QuantFields(CurrentNames, *SECTIONS.values()):
     has_critic: ClassVar[bool] = False  # whether a critic gives each token an advantage
     has_rewards: ClassVar[bool] = True  # whether reward functions score the completions
     denoises: ClassVar[bool] = False  # whether completions are denoised (masked diffusion), not written left to right
-    is_taken: ClassVar[bool] = False  # whether a trainer of this package got the config
+    is_taken: ClassVar[bool] = False  # whether a run of this package got the config
     is_adapted: ClassVar[bool] = True  # whether the policy has an adapter; see `resolve_for`
 
     def __post_init__(self):
@@ -265,7 +265,7 @@ class QuantFields(CurrentNames, *SECTIONS.values()):
         self._check()
 
     def _read(self):
-        """Parses JSON strings, and checks the types of all values before anything computes with them."""
+        """Parses JSON strings and words of YAML, and checks all types before anything computes with a value."""
         for name in (*self._VALID_DICT_FIELDS, "vllm_engine_kwargs"):
             value = getattr(self, name)
             if isinstance(value, str) and value.lstrip().startswith("{"):  # for TRL any other string is a file name
@@ -273,7 +273,8 @@ class QuantFields(CurrentNames, *SECTIONS.values()):
                     setattr(self, name, json.loads(value))
                 except ValueError as error:
                     raise ValueError(f"`{name}`={value!r} is not a JSON object: {error}.") from error
-        check_types(self, self.own_fields())
+        vars(self).update(meant_words(self))
+        vars(self).update(check_types(self, self.own_fields()))
 
     def _settle(self):
         """Calls `_resolve` and records which fields it set. A later call resets those that were not assigned since."""
@@ -315,9 +316,11 @@ class QuantFields(CurrentNames, *SECTIONS.values()):
 
     def resolve_for(self, adapted: bool) -> None:
         """
-        Records whether the policy has an adapter, which is known only once a run has its model, and sets the defaults
-        that depend on it. Until then a 4-bit `train_precision` counts as that of a frozen base.
+        Records that a run takes the config and whether its policy has an adapter, which is known only once the run has
+        its model, and sets the defaults that depend on it. Until then a 4-bit `train_precision` counts as that of a
+        frozen base.
         """
+        self.is_taken = True
         if adapted == self.is_adapted:
             return
         self.is_adapted = adapted
