@@ -27,7 +27,7 @@ TRLS = ("trainers/", "runs/", "config/", "rollout/trl_face.py", "rollout/vllm/cl
 ABOVE = ("trainers/", "runs/", "cli/")
 HOME = "run_spec.py"  # of each default that follows from other fields
 HANDS_OVER = "arguments_seen"  # of trl_seams.py: the one place in which TRL sees other arguments
-DERIVED = {"lora_sync", "sleep_level", "vllm_sleep_level"}
+DERIVED = {"rollout_precision", "is_correction", "lora_sync", "sleep_level", "vllm_sleep_level"}
 VAGUE = {"of", "beside", "part", "unread"}  # a parameter is a noun
 DISGUISES = {"__class__", "__getattr__", "__setattr__"}  # of an object that poses as another
 

@@ -22,7 +22,14 @@ from ..noise import sigma
 from ..noise.schedules import LEAST_STAGES
 from ..precisions import frozen_bases, unified_flows
 from ..renamed import CurrentNames
-from ..run_spec import INDEPENDENT, RunSpec, default_lora_sync, default_sleep_level
+from ..run_spec import (
+    INDEPENDENT,
+    RunSpec,
+    default_correction,
+    default_lora_sync,
+    default_precision,
+    default_sleep_level,
+)
 from .checks import check_what
 from .documentation import explain
 from .given import Given
@@ -302,7 +309,7 @@ class QuantFields(CurrentNames, *SECTIONS.values()):
     def _resolve(self):
         """Sets the fields whose default depends on other fields."""
         if self.rollout_precision is None:
-            self.rollout_precision = self.train_precision
+            self.rollout_precision = default_precision(self.train_precision, self.denoises)
         if self.lora_sync is None:
             mode = self.vllm_mode if self.use_vllm else "embedded"
             training = self.train_precision if self.is_adapted else None
@@ -310,7 +317,7 @@ class QuantFields(CurrentNames, *SECTIONS.values()):
         if self.vllm_sleep_level is None:
             self.vllm_sleep_level = default_sleep_level(self.lora_sync)
         if self.is_correction is None:
-            self.is_correction = self._default_correction()
+            self.is_correction = default_correction(self.rollout_precision, self.has_correction and self.has_rewards)
         if self.use_liger_kernel and self.train_precision in unified_flows():  # ours quantize in the same pass
             self.liger_kernel_config = {"rms_norm": False, "swiglu": False} | (self.liger_kernel_config or {})
 
@@ -326,11 +333,6 @@ class QuantFields(CurrentNames, *SECTIONS.values()):
         self.is_adapted = adapted
         if self.train_precision in frozen_bases():
             self._settle()
-
-    def _default_correction(self) -> str:
-        if self.rollout_precision is None:
-            return "trl"
-        return "tis" if self.has_correction else "none"
 
     def _join_ranks_on_cpus(self):
         """
@@ -424,7 +426,7 @@ class QuantFields(CurrentNames, *SECTIONS.values()):
     @classmethod
     def plain_settings(cls) -> dict:
         """Returns the [`~QuantFields.training_settings`] that describe a run of TRL's own trainer."""
-        defaults = {f.name: f.default for f in fields(cls)} | INDEPENDENT | {"is_correction": "trl"}
+        defaults = {f.name: f.default for f in fields(cls)} | INDEPENDENT
         return {name: defaults[name] for name in sorted({*cls.own_fields()} - {*OPERATIONAL})}
 
     def inherited_settings(self) -> dict:
