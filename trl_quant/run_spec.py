@@ -8,8 +8,8 @@
 | `adapter` | how does a LoRA adapter reach the sampler? | `"merge"`, `"adapter"`; `None` if there is no adapter |
 | `packs` | does the policy compute rows without padding? | yes, no; `None` for "where it can" |
 
-The defaults of `lora_sync` and `vllm_sleep_level`, which follow from other fields, have their home here. An
-[`EngineSpec`] says which engine samples:
+The defaults that follow from other fields have their home here: those of `rollout_precision`, `is_correction`,
+`lora_sync` and `vllm_sleep_level`. An [`EngineSpec`] says which engine samples:
 
 | source of the samples | `kind` | class |
 |---|---|---|
@@ -166,7 +166,7 @@ class EngineSpec:
 
 
 # Defaults of fields where no other field decides
-INDEPENDENT = {"lora_sync": EngineSpec.lora_sync, "vllm_sleep_level": DISCARDS}
+INDEPENDENT = {"lora_sync": EngineSpec.lora_sync, "vllm_sleep_level": DISCARDS, "is_correction": "trl"}
 
 
 def engine_kind(
@@ -185,6 +185,32 @@ def engine_kind(
     is_shared = mode == "embedded" and precision == train_precision and not is_sharded
     kind = "shared" if is_shared else mode
     return _DENOISING[kind] if denoises else kind
+
+
+def default_precision(training: str | None, denoises: bool) -> str | None:
+    """
+    Returns the default of `rollout_precision`: a run samples in the numbers in which it trains. If those are not
+    quantized, `None` leaves sampling to TRL; a masked diffusion model, which TRL cannot denoise, samples in BF16.
+
+    Args:
+        training (`str` or `None`): The `train_precision`.
+        denoises (`bool`): Whether the policy is a masked diffusion model.
+    """
+    return "bf16" if training is None and denoises else training
+
+
+def default_correction(precision: str | None, weighs_rewards: bool) -> str:
+    """
+    Returns the default of `is_correction`: TRL's own where TRL samples, else "tis" for a loss that weighs rewards. A
+    distillation compares two models on the sampled tokens, whoever sampled them, and is not corrected.
+
+    Args:
+        precision (`str` or `None`): The `rollout_precision`.
+        weighs_rewards (`bool`): Whether the loss is one of rewards that takes a correction's weights.
+    """
+    if precision is None:
+        return INDEPENDENT["is_correction"]
+    return "tis" if weighs_rewards else "none"
 
 
 def default_lora_sync(mode: str, precision: str | None, training: str | None) -> str:

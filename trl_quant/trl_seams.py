@@ -15,6 +15,7 @@ A context restores the original when it ends:
 | `TrainingArguments.place_model_on_device` | `trl-quant choose` builds a trainer | it may be too large for a GPU |
 | the arguments' `fsdp` and `deepspeed` | the same | transformers shards nothing in one process |
 | `vllm_generation.LLM` | the construction of TRL's own engine in benchmarks | TRL passes no further arguments to vLLM |
+| `rotate_checkpoints` in transformers' trainer | a save | `runs/` deletes old checkpoints by their steps |
 | `shuffle_sequence_dict` in the module of TRL's trainer | a generation | packed rows are arranged after it |
 | `ChunkedDivergenceFunction` in the module of TRL's trainer | a loss of distillation | divergences get weights |
 | `profiling.ProfilingContext` | a training | TRL reports its times only to trackers |
@@ -32,11 +33,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import transformers.trainer as hf_trainer
 import trl.extras.profiling as profiling
 import trl.generation.vllm_generation as vllm_generation
 import trl.trainer.utils as trl_utils
 from torch import Tensor
-from transformers import TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 from trl.kernels import ChunkedLogProbFunction
 from trl.kernels.chunked_divergence import VOCAB_CHUNK_SIZE
@@ -218,8 +220,13 @@ def divergences_by(
 
 
 def arguments_seen(args: Any, **fields: Any) -> AbstractContextManager:
-    """Context in which the constructor of TRL's trainer finds `fields` in `args`."""
+    """Context in which TRL's constructor of a trainer or of a config finds `fields` in `args`."""
     return exchanged(args, **fields)
+
+
+def old_checkpoints_kept() -> AbstractContextManager:
+    """Context of a save in which transformers deletes no old checkpoints."""
+    return exchanged(hf_trainer, rotate_checkpoints=lambda **given: None)
 
 
 @contextmanager
@@ -258,7 +265,7 @@ def one_generation_allowed(args: Any) -> AbstractContextManager:
     """
     Context of `GRPOConfig`'s checks in which one generation per prompt is allowed. GRPO needs two to compare them.
     """
-    return exchanged(args, num_generations=_Enough(args.num_generations))
+    return arguments_seen(args, num_generations=_Enough(args.num_generations))
 
 
 def configured_for(processes: int) -> AbstractContextManager:
@@ -279,7 +286,7 @@ def unsharded(args: Any) -> Iterator[None]:
     unset_hf_deepspeed_config()  # with it transformers would load the model in shards
     on_host = exchanged(TrainingArguments, place_model_on_device=property(lambda args: False))
     try:
-        with on_host, exchanged(args, **dict.fromkeys(given)):
+        with on_host, arguments_seen(args, **dict.fromkeys(given)):
             yield
     finally:
         if args.deepspeed:
@@ -373,6 +380,11 @@ def choose_port() -> None:
 def empty_cache() -> None:
     """Frees the device memory that PyTorch's allocator caches, as TRL does."""
     vllm_generation.empty_cache()
+
+
+def add_scoring_head(model: PreTrainedModel, temperature: float, in_fp32: bool) -> None:
+    """Gives a model the head with which TRL's trainer scores tokens at a temperature, so that both round alike."""
+    trl_utils.add_fused_lm_head(model, temperature=temperature, cast_lm_head_to_fp32=in_fp32)
 
 
 def is_async(function: Callable) -> bool:

@@ -27,7 +27,10 @@ from sources import (
 
 # Who may import what not everyone may; `...` stands for any file
 RESTRICTED = {
-    "trl": ("trainers/...", "config/...", "rollout/...", "trl_seams.py", "cli/..."),
+    "trl": (
+        *("trainers/...", "config/...", "trl_seams.py", "cli/..."),
+        *("rollout/trl_face.py", "rollout/vllm/client.py"),
+    ),
     "vllm": ("rollout/vllm/...", "rollout/vllm_server_worker.py"),
     "triton": ("kernels/...",),
     "llmcompressor": ("scaling/modifier.py", "storage/awq.py"),
@@ -99,13 +102,15 @@ def test_restricted_imports(sources):
     made_up = {
         "trl_quant/noise/x.py": "import os, vllm.lora\ndef f():\n    from trl.core import y\n",
         "trl_quant/rollout/x.py": "import trl\nif trl:\n    import importlib\n    importlib.import_module('vllm')\n",
-        "trl_quant/rollout/vllm/x.py": "import trl, vllm\n",
+        "trl_quant/rollout/vllm/client.py": "import trl, vllm\n",
+        "trl_quant/rollout/trl_face.py": "import trl\n",
         "trl_quant/cli/x.py": "import triton\n",
         "tests/x.py": "import vllm\n",
     }
     assert [line.partition(";")[0] for line in restricted_imports(made_up)] == [
         "trl_quant/noise/x.py:1 imports vllm.lora",
         "trl_quant/noise/x.py:3 imports trl.core",
+        "trl_quant/rollout/x.py:1 imports trl",
         "trl_quant/rollout/x.py:4 imports vllm",
         "trl_quant/cli/x.py:1 imports triton",
     ]

@@ -133,7 +133,7 @@ def test_plain_install_adds_little_to_trl(metadata):
 # Rooms -> the libraries that they are for, whose own requirements they may import
 COMPRESS = ("llmcompressor", "compressed-tensors")
 ROOMS_OF = {"rollout/vllm": ("vllm",), "scaling/modifier.py": COMPRESS, "storage/awq.py": COMPRESS}
-OPTIONAL = {"vllm", "llmcompressor", "triton"}  # imported where they are
+OPTIONAL = {"vllm", "llmcompressor", "triton", "deepspeed"}  # imported where they are
 
 
 def required(distribution: str) -> set[str]:

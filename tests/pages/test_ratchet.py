@@ -20,12 +20,14 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "trl_quant"  # as a script it finds no helper
 STORED = Path(__file__).with_name("violators.json")
 
-# Rooms that import TRL for good; the others get an engine, a spec or a tensor
-TRLS = ("trainers/", "runs/", "config/", "rollout/trl_face.py", "rollout/vllm/server.py", "trl_seams.py", "cli/")
+# Rooms that import TRL for good; the others get an engine, a spec or a tensor. Our client of a vLLM server is TRL's
+# client with limits and checks, so it may inherit from it
+TRLS = ("trainers/", "runs/", "config/", "rollout/trl_face.py", "rollout/vllm/client.py", "trl_seams.py", "cli/")
 # Rooms that may take a trainer
 ABOVE = ("trainers/", "runs/", "cli/")
 HOME = "run_spec.py"  # of each default that follows from other fields
-DERIVED = {"lora_sync", "sleep_level", "vllm_sleep_level"}
+HANDS_OVER = "arguments_seen"  # of trl_seams.py: the one place in which TRL sees other arguments
+DERIVED = {"rollout_precision", "is_correction", "lora_sync", "sleep_level", "vllm_sleep_level"}
 VAGUE = {"of", "beside", "part", "unread"}  # a parameter is a noun
 DISGUISES = {"__class__", "__getattr__", "__setattr__"}  # of an object that poses as another
 
@@ -50,7 +52,7 @@ def is_args(node: ast.AST) -> bool:
 
 
 def imports_of_trl(path: str, tree: ast.Module) -> Found:
-    """Only the rooms that face TRL import it."""
+    """Only the rooms that face TRL import it, and the one class of an engine that inherits from TRL's: the client."""
     for node in ast.walk(tree) if not path.startswith(TRLS) else ():
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and not node.level:
@@ -67,8 +69,15 @@ def trainers_taken(path: str, tree: ast.Module) -> Found:
 
 
 def writes_to_args(path: str, tree: ast.Module) -> Found:
-    """A run's arguments are not written once its description exists."""
+    """
+    A run's arguments are not written once its description exists. What TRL's constructor must see differently is handed
+    to it in one place, `arguments_seen`.
+    """
+    allowed = [node for node in ast.walk(tree) if path == "trl_seams.py" and getattr(node, "name", "") == HANDS_OVER]
+    exempt = {child for node in allowed for child in ast.walk(node)}
     for node in ast.walk(tree):
+        if node in exempt:
+            continue
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_args(node.value):
             yield node
         first = node.args[0] if isinstance(node, ast.Call) and node.args else None
@@ -90,11 +99,17 @@ def names_of_the_precision(path: str, tree: ast.Module) -> Found:
             yield node
 
 
+def forwards(method: ast.FunctionDef) -> bool:
+    """Whether an accessor of attributes reaches into another object, instead of leaving all but one name to `super`."""
+    calls = {called(node) for node in ast.walk(method)}
+    return method.name not in calls or not calls.isdisjoint({"getattr", "setattr"})
+
+
 def disguises(path: str, tree: ast.Module) -> Found:
-    """No class poses as another one."""
+    """No class poses as another one: none has a `__class__` of its own, or passes attributes on to another object."""
     for owner in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
         for node in owner.body:
-            if isinstance(node, ast.FunctionDef) and node.name in DISGUISES:
+            if isinstance(node, ast.FunctionDef) and node.name in DISGUISES and forwards(node):
                 yield node
 
 
@@ -184,8 +199,13 @@ def test_the_rules_are_all_stored():
 
 MADE_UP = {
     "imports_of_trl": (
-        {"storage/x.py": "import trl\ndef f():\n    from trl.core import y\n", "config/x.py": "import trl\n"},
-        {"storage/x.py": 2},
+        {
+            "storage/x.py": "import trl\ndef f():\n    from trl.core import y\n",
+            "rollout/vllm/server.py": "import trl\n",
+            "rollout/vllm/client.py": "from trl.generation.vllm_client import VLLMClient\n",
+            "config/x.py": "import trl\n",
+        },
+        {"rollout/vllm/server.py": 1, "storage/x.py": 2},
     ),
     "trainers_taken": (
         {"policy/x.py": "def f(trainer): ...\ndef g(model): ...\n", "trainers/x.py": "def f(trainer): ...\n"},
@@ -194,9 +214,10 @@ MADE_UP = {
     "writes_to_args": (
         {
             "trainers/x.py": "args.beta = 1\nself.args.x = 2\nsetattr(training_args, 'x', 1)\nvars(args).update(x=1)\n"
-            "exchanged(trainer.args, x=1)\nargs = 3\nself.beta = args.beta\nvars(other).update(x=1)\n"
+            "exchanged(trainer.args, x=1)\nargs = 3\nself.beta = args.beta\nvars(other).update(x=1)\n",
+            "trl_seams.py": "def arguments_seen(args): return exchanged(args)\ndef f(args): return exchanged(args)\n",
         },
-        {"trainers/x.py": 5},
+        {"trainers/x.py": 5, "trl_seams.py": 1},
     ),
     "names_of_the_precision": (
         {
@@ -206,8 +227,14 @@ MADE_UP = {
         {"report/x.py": 3},
     ),
     "disguises": (
-        {"a.py": "def __getattr__(name): ...\nclass A:\n    def __setattr__(self, n, v): ...\n"},
-        {"a.py": 1},
+        {
+            "a.py": "def __getattr__(name): ...\nclass A:\n    def __setattr__(self, n, v): ...\n"
+            "    def __getattr__(self, n):\n        return getattr(self.x, n) if n == 'y' else super().__getattr__(n)\n"
+            "class B:\n    @property\n    def __class__(self): return A\n",
+            "b.py": "class A:\n    def __setattr__(self, n, v):\n        self.told = n == 'weight'\n"
+            "        super().__setattr__(n, v)\n",
+        },
+        {"a.py": 3},
     ),
     "homes_of_a_default": (
         {

@@ -10,9 +10,23 @@ import pytest
 from places import ROOT
 from training import config, lora, make
 
-from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, rollout
+from trl_quant import (
+    DiffusionGRPOConfig,
+    QuantDistillationConfig,
+    QuantGRPOConfig,
+    QuantGRPOTrainer,
+    QuantRLOOConfig,
+    rollout,
+)
 from trl_quant.rollout import ENGINES, EngineSpec
-from trl_quant.run_spec import RunSpec, Training, default_lora_sync, engine_kind
+from trl_quant.run_spec import (
+    RunSpec,
+    Training,
+    default_correction,
+    default_lora_sync,
+    default_precision,
+    engine_kind,
+)
 
 
 COLOCATE = {"use_vllm": True, "vllm_mode": "colocate"}
@@ -81,6 +95,33 @@ def test_only_a_frozen_base_in_the_engines_precision_is_left_where_it_is():
     others = [("server", "nvfp4", "nvfp4"), ("embedded", "nvfp4", "nvfp4"), ("colocate", "int8", "int8")]
     others += [("colocate", "int8", "nvfp4"), ("colocate", None, None)]
     assert {default_lora_sync(*each) for each in others} == {"merge"}
+
+
+def test_the_defaults_of_the_precision_and_the_correction(tmp_path):
+    """Each config takes them from the one home, also where only some of its fields are set."""
+    assert [default_precision(*each) for each in [(None, False), (None, True), ("int8", True)]] == [
+        None,
+        "bf16",
+        "int8",
+    ]
+    assert [default_correction(None, weighs) for weighs in (True, False)] == ["trl", "trl"]
+    assert [default_correction("int8", weighs) for weighs in (True, False)] == ["tis", "none"]
+    found = {
+        (kind, trains): (args.rollout_precision, args.is_correction)
+        for kind in (QuantGRPOConfig, QuantRLOOConfig, QuantDistillationConfig, DiffusionGRPOConfig)
+        for trains in (None, "int8")
+        if (args := kind(str(tmp_path), bf16=False, use_cpu=True, train_precision=trains))
+    }
+    assert found == {
+        (QuantGRPOConfig, None): (None, "trl"),
+        (QuantGRPOConfig, "int8"): ("int8", "tis"),
+        (QuantRLOOConfig, None): (None, "trl"),
+        (QuantRLOOConfig, "int8"): ("int8", "tis"),
+        (QuantDistillationConfig, None): (None, "trl"),
+        (QuantDistillationConfig, "int8"): ("int8", "none"),
+        (DiffusionGRPOConfig, None): ("bf16", "tis"),
+        (DiffusionGRPOConfig, "int8"): ("int8", "tis"),
+    }
 
 
 # settings, whether the policy has an adapter -> what it computes with

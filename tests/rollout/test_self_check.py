@@ -477,7 +477,7 @@ def test_sharded_weights_are_quantized_as_they_are(tmp_path, monkeypatch):
     mesh = init_device_mesh("cpu", (1,))
     for module in [*model.model.layers, model]:
         fully_shard(module, mesh=mesh, mp_policy=mixed)
-    monkeypatch.setattr(sampler.weights.sharding, "fsdp_version", 2)
+    monkeypatch.setattr(sampler.weights, "fsdp_version", 2)
     assert all(map(torch.equal, self_check.Reference(sampler).logps(prompts), expected))
     monkeypatch.setattr(PolicyWeights, "is_sharded", False)
     assert not any(map(torch.equal, self_check.Reference(sampler).logps(prompts), expected))

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from drawing import generated
+from made_up_engine import MadeUp
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_model, tiny_tokenizer
 from training import lora
@@ -13,9 +14,10 @@ from transformers import DynamicCache, StaticCache
 from trl_quant.formats import FORMATS, fake_quantize_activation, quantize
 from trl_quant.layers import EngineLinear
 from trl_quant.noise import norm_noise
-from trl_quant.rollout import RolloutNoise, TransformersEngine
+from trl_quant.rollout import EngineSpec, RolloutNoise, TransformersEngine
 from trl_quant.rollout.base import WeightDrift
 from trl_quant.rollout.engine import requests_for
+from trl_quant.rollout.trl_face import QuantGeneration, presented
 from trl_quant.rollout.weights import PolicyWeights
 
 
@@ -302,6 +304,34 @@ def test_other_families(name):
     for prompt, ids, row in zip(PROMPTS, completions, logprobs):
         expected = logps_of(quantized, prompt, ids)[range(len(ids)), ids]
         torch.testing.assert_close(torch.tensor([x[0] for x in row]), expected, rtol=0, atol=3e-2)
+
+
+def test_what_the_processor_made_of_images_reaches_the_copy_from_trls_face():
+    made, seen = engine(tiny_model(seed=1), "bf16"), {}
+    made.sync()
+    generate = made.copy.generate
+
+    def see(ids, pixel_values, token_type_ids, **given):
+        seen.update(pixels=pixel_values, types=token_type_ids)
+        return generate(ids, **given)
+
+    made.copy.generate = see
+    face = QuantGeneration(made, made.model, made.accelerator, made.processing_class, **vars(made.settings))
+    pixels, images = torch.rand(1, 3, 2, 2), [[object()], None, None]
+    face.multimodal_fields = {"pixel_values": pixels, "token_type_ids": [[1, 1, 2], [3] * 6, [4]]}
+    face.generate(PROMPTS, images, 1)
+    assert torch.equal(seen["pixels"], pixels)
+    assert seen["types"].tolist() == [[0, 0, 0, 1, 1, 2], [3] * 6, [0, 0, 0, 0, 0, 4]]
+    assert not hasattr(made, "multimodal_fields")
+
+
+def test_an_engine_that_reads_images_by_itself_gets_requests_alone():
+    """As those of vLLM and of users do."""
+    engine_of_a_user = MadeUp()
+    given = {"model": tiny_model(seed=1), "accelerator": Accelerator(cpu=True), "processing_class": tiny_tokenizer()}
+    face = presented(engine_of_a_user, EngineSpec("embedded", "bf16"), **given)
+    face.multimodal_fields = {"pixel_values": torch.ones(1)}
+    assert face.generate(PROMPTS, [[object()], None, None], 1)[1] == MadeUp().sample(PROMPTS).token_ids
 
 
 def test_refusals():

@@ -14,13 +14,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import fields
 from inspect import get_annotations
-from typing import get_type_hints
 
 import torch
 from trl import ModelConfig, TrlParser
 
 from ..config.fields import SECTIONS, QuantFields
-from ..config.values import read_words
+from ..config.values import meant_words
 from ..report.plan import make_plan
 from ..trainers import launch
 from ..trainers.launch import TrainArguments
@@ -107,7 +106,7 @@ def parse_args(
     if "--config" in argv:
         read_config(argv[argv.index("--config") + 1])
     parsed = parser.parse_args_and_config(argv)
-    read_words(parsed[2], get_type_hints(ModelConfig))
+    vars(parsed[2]).update(meant_words(parsed[2]))
     _check_adapter(parsed[2], vars(ModelConfig()) | DEFAULTS | (recipe or {}))
     return tuple(parsed)
 

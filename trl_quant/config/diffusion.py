@@ -57,8 +57,6 @@ class DiffusionGRPOConfig(DenoisingFields, QuantGRPOConfig):
     denoises: ClassVar[bool] = True
 
     def _resolve(self):
-        if self.rollout_precision is None and self.train_precision is None:
-            self.rollout_precision = "bf16"
         if self.pack_sequences is None:
             self.pack_sequences = False
         super()._resolve()

@@ -60,9 +60,6 @@ class QuantDistillationConfig(TeacherFields, QuantFields, DistillationConfig):
         """Completions of a generation, on all ranks together."""
         return self.per_device_train_batch_size * self.world_size * self.gradient_accumulation_steps
 
-    def _default_correction(self) -> str:
-        return "trl" if self.rollout_precision is None else "none"
-
     def _check(self):
         check_choice("teacher_precision", self.teacher_precision, frozen_bases())
         super()._check()

@@ -22,12 +22,19 @@ from ..noise import sigma
 from ..noise.schedules import LEAST_STAGES
 from ..precisions import frozen_bases, unified_flows
 from ..renamed import CurrentNames
-from ..run_spec import INDEPENDENT, RunSpec, default_lora_sync, default_sleep_level
+from ..run_spec import (
+    INDEPENDENT,
+    RunSpec,
+    default_correction,
+    default_lora_sync,
+    default_precision,
+    default_sleep_level,
+)
 from .checks import check_what
 from .documentation import explain
 from .given import Given
 from .hyperparameters import setting_fields
-from .values import check_types, check_values
+from .values import check_types, check_values, meant_words
 
 
 logger = logging.getLogger(__name__)
@@ -250,7 +257,7 @@ class QuantFields(CurrentNames, *SECTIONS.values()):
     has_critic: ClassVar[bool] = False  # whether a critic gives each token an advantage
     has_rewards: ClassVar[bool] = True  # whether reward functions score the completions
     denoises: ClassVar[bool] = False  # whether completions are denoised (masked diffusion), not written left to right
-    is_taken: ClassVar[bool] = False  # whether a trainer of this package got the config
+    is_taken: ClassVar[bool] = False  # whether a run of this package got the config
     is_adapted: ClassVar[bool] = True  # whether the policy has an adapter; see `resolve_for`
 
     def __post_init__(self):
@@ -265,7 +272,7 @@ class QuantFields(CurrentNames, *SECTIONS.values()):
         self._check()
 
     def _read(self):
-        """Parses JSON strings, and checks the types of all values before anything computes with them."""
+        """Parses JSON strings and words of YAML, and checks all types before anything computes with a value."""
         for name in (*self._VALID_DICT_FIELDS, "vllm_engine_kwargs"):
             value = getattr(self, name)
             if isinstance(value, str) and value.lstrip().startswith("{"):  # for TRL any other string is a file name
@@ -273,7 +280,8 @@ class QuantFields(CurrentNames, *SECTIONS.values()):
                     setattr(self, name, json.loads(value))
                 except ValueError as error:
                     raise ValueError(f"`{name}`={value!r} is not a JSON object: {error}.") from error
-        check_types(self, self.own_fields())
+        vars(self).update(meant_words(self))
+        vars(self).update(check_types(self, self.own_fields()))
 
     def _settle(self):
         """Calls `_resolve` and records which fields it set. A later call resets those that were not assigned since."""
@@ -301,7 +309,7 @@ class QuantFields(CurrentNames, *SECTIONS.values()):
     def _resolve(self):
         """Sets the fields whose default depends on other fields."""
         if self.rollout_precision is None:
-            self.rollout_precision = self.train_precision
+            self.rollout_precision = default_precision(self.train_precision, self.denoises)
         if self.lora_sync is None:
             mode = self.vllm_mode if self.use_vllm else "embedded"
             training = self.train_precision if self.is_adapted else None
@@ -309,25 +317,22 @@ class QuantFields(CurrentNames, *SECTIONS.values()):
         if self.vllm_sleep_level is None:
             self.vllm_sleep_level = default_sleep_level(self.lora_sync)
         if self.is_correction is None:
-            self.is_correction = self._default_correction()
+            self.is_correction = default_correction(self.rollout_precision, self.has_correction and self.has_rewards)
         if self.use_liger_kernel and self.train_precision in unified_flows():  # ours quantize in the same pass
             self.liger_kernel_config = {"rms_norm": False, "swiglu": False} | (self.liger_kernel_config or {})
 
     def resolve_for(self, adapted: bool) -> None:
         """
-        Records whether the policy has an adapter, which is known only once a run has its model, and sets the defaults
-        that depend on it. Until then a 4-bit `train_precision` counts as that of a frozen base.
+        Records that a run takes the config and whether its policy has an adapter, which is known only once the run has
+        its model, and sets the defaults that depend on it. Until then a 4-bit `train_precision` counts as that of a
+        frozen base.
         """
+        self.is_taken = True
         if adapted == self.is_adapted:
             return
         self.is_adapted = adapted
         if self.train_precision in frozen_bases():
             self._settle()
-
-    def _default_correction(self) -> str:
-        if self.rollout_precision is None:
-            return "trl"
-        return "tis" if self.has_correction else "none"
 
     def _join_ranks_on_cpus(self):
         """
@@ -421,7 +426,7 @@ class QuantFields(CurrentNames, *SECTIONS.values()):
     @classmethod
     def plain_settings(cls) -> dict:
         """Returns the [`~QuantFields.training_settings`] that describe a run of TRL's own trainer."""
-        defaults = {f.name: f.default for f in fields(cls)} | INDEPENDENT | {"is_correction": "trl"}
+        defaults = {f.name: f.default for f in fields(cls)} | INDEPENDENT
         return {name: defaults[name] for name in sorted({*cls.own_fields()} - {*OPERATIONAL})}
 
     def inherited_settings(self) -> dict:

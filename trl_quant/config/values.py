@@ -83,14 +83,15 @@ TRUE_OR_FALSE_TOO = ("scale_rewards",)  # fields of words for which TRL also tak
 CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 
 
-def check_types(args, own_fields) -> None:
+def check_types(args, own_fields) -> dict[str, int | float]:
     """
+    Returns, by field, Python's number for each of NumPy's, which a checkpoint could not record as JSON.
+
     Raises `ValueError` if one of `own_fields`, of the fields in `TRL_RANGES` or of those that are read as dicts has a
     value of another type, or if any other field of True or False (or `None`) is a string, such as "false", which Python
-    counts as true. Numbers of NumPy become Python's, since a checkpoint records them as JSON.
+    counts as true.
     """
-    hints = get_type_hints(type(args))
-    read_words(args, hints)
+    hints, numbers = get_type_hints(type(args)), {}
     files = {"accelerator_config", "fsdp_config", "deepspeed"}  # transformers reads a string as the name of a JSON file
     dicts = [name for name in args._VALID_DICT_FIELDS if name not in files]
     flags = [name for name, hint in hints.items() if hint in (bool, bool | None)]
@@ -99,17 +100,19 @@ def check_types(args, own_fields) -> None:
         value = getattr(args, name)
         check_type(name, value, hints[name])
         if isinstance(value, Real) and not isinstance(value, int | float):
-            setattr(args, name, int(value) if isinstance(value, Integral) else float(value))
+            numbers[name] = int(value) if isinstance(value, Integral) else float(value)
     for name in dicts:
         if name.endswith("model_init_kwargs"):
             check_names(f"`{name}`", getattr(args, name) or {})
+    return numbers
 
 
-def read_words(args, hints: dict) -> None:
+def meant_words(args) -> dict[str, str]:
     """
-    Reads the False that YAML makes of a bare `no` as the word, where a field takes that word, such as `save_strategy`.
-    Raises `ValueError` for any other True or False in a field that takes none.
+    Returns, by field, the word "no" where YAML has made False of it and the field takes that word, such as
+    `save_strategy`. Raises `ValueError` for any other True or False in a field that takes none.
     """
+    hints, meant = get_type_hints(type(args)), {}
     for field in fields(args):
         value, kinds = getattr(args, field.name), get_args(hints[field.name]) or (hints[field.name],)
         takes = bool in kinds or value == field.default or field.metadata.get("const") is True
@@ -118,7 +121,7 @@ def read_words(args, hints: dict) -> None:
             continue
         words = [word for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum) for word in kind]
         if value is False and "no" in [word.value for word in words]:
-            setattr(args, field.name, "no")
+            meant[field.name] = "no"
         elif words or str in kinds:
             allowed = f"one of {', '.join(repr(word.value) for word in words)}" if words else "a string"
             allowed += " or None" if type(None) in kinds else ""
@@ -126,6 +129,7 @@ def read_words(args, hints: dict) -> None:
                 f"`{field.name}`={value!r} must be {allowed}. YAML reads a bare no, off, yes or on as False or True: "
                 "put the word in quotes."
             )
+    return meant
 
 
 def check_values(args) -> None:

@@ -13,8 +13,9 @@ ranks must do together happens once, before the first turn:
                                     # on exit the engine sleeps, if sleep mode is on
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -69,8 +70,6 @@ class RolloutEngine:
             The [`~rollout.fingerprint.fingerprint`] of the policy at the last sync.
         effective_sigma (`float`):
             Standard deviation, over all channels, of the noise that the norms hold: (stored - clean) / s.
-        multimodal_fields (`dict`):
-            The processor's results for the prompts' images, such as `pixel_values`. The trainer sets it.
         sync_metrics (`dict[str, float]`):
             Metrics of the last sync, see [`~rollout.drift.WeightDrift.metrics`]. A sync that only restores weights
             that the engine lost while it slept does not change them.
@@ -80,7 +79,12 @@ class RolloutEngine:
             Returns token ids of the run's own prompts, which a check compares. The trainer sets it.
         checked_rows (`list[list[int]]` or `None`):
             The rows that checks compare; `None` until some of the run's prompts are known.
+        reads_images (`bool`):
+            Whether the engine processes the images of its requests by itself. If not, its `sample` also takes what the
+            processor has made of them.
     """
+
+    reads_images = True
 
     def __init__(
         self,
@@ -107,7 +111,6 @@ class RolloutEngine:
         self.weights = weights
         self.drift = WeightDrift(weights.trained(), precision)
         self.noise = RolloutNoise()
-        self.multimodal_fields: dict = {}
         self.sync_metrics: dict[str, float] = {}
         self.ask_prompts: Callable[[], list[list[int]]] | None = None
         self.checked_rows: list[list[int]] | None = None
@@ -169,6 +172,7 @@ class RolloutEngine:
         requests: list[Request],
         profiler: AbstractContextManager | None = None,
         enough: Enough | None = None,
+        processed: Mapping[str, Any] | None = None,
     ) -> Samples:
         """
         Samples one turn of a generation, and checks the samples.
@@ -177,12 +181,16 @@ class RolloutEngine:
             requests (`list[Request]`): The requests of this rank.
             profiler (context manager, *optional*): Times the sampling.
             enough (`Callable`, *optional*): Ends the call early; see [`~rollout.engine.Engine`].
+            processed (`Mapping`, *optional*): The processor's results for the requests' images, such as `pixel_values`.
 
         Raises:
             `RuntimeError`: A policy cannot have sampled this; see [`~rollout.answers.fault_of_samples`].
         """
+        given = {} if enough is None else {"enough": enough}
+        if processed and not self.reads_images:
+            given["processed"] = processed
         with self.generation(), profiler or nullcontext():
-            samples = self.sample(requests) if enough is None else self.sample(requests, enough)
+            samples = self.sample(requests, **given)
         logps = None if samples.logps is None else [[[logp] for logp in row] for row in samples.logps]
         asked = {"count": len(requests), "vocabulary": self.vocabulary, "most": self.settings.most_tokens}
         fault = fault_of_samples(samples.token_ids, logps, None, ended=samples.ended, **asked)

@@ -45,11 +45,15 @@ class QuantGeneration(VLLMGeneration):
         sampler ([`RolloutEngine`]): The engine, with noise, metrics and checkpoints.
         engine ([`~rollout.engine.Engine`]): The engine that `build_engine` returned; `sampler` if it is one of ours.
         turns (`list[Turn]`): The turns of the last generation, or of the one that has begun.
+        multimodal_fields (`dict`):
+            The processor's results for the images of the next turn, such as `pixel_values`. TRL's trainers do not pass
+            them to `generate`, so ours sets them here.
     """
 
     def __init__(self, sampler: RolloutEngine, *args, **kwargs):
         self.sampler = sampler
         self.turns: list[Turn] = []
+        self.multimodal_fields: dict = {}
         super().__init__(*args, **kwargs)
 
     def _init_vllm(self):
@@ -107,7 +111,8 @@ class QuantGeneration(VLLMGeneration):
         if not self.sampler.is_generating:
             self.begin()
         self.sampler.settings = self.settings
-        samples = self.sampler.draw(requests_for(prompts, images, num_generations), profiler)
+        requests = requests_for(prompts, images, num_generations)
+        samples = self.sampler.draw(requests, profiler, self.multimodal_fields)
         logps = samples.logps
         if logps is None:
             logps = [[None] * len(ids) for ids in samples.token_ids]

@@ -7,7 +7,7 @@ read the same weights in the same order. Nothing here writes to the policy.
 
 import re
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from accelerate import Accelerator
@@ -17,7 +17,6 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from trl.distributed import DistributedBackend
 
 from ..formats import QuantizedTensor
 from ..layers import FrozenLinear, UnifiedLinear
@@ -52,16 +51,21 @@ class PolicyWeights:
         accelerator ([`~accelerate.Accelerator`]): The trainer's accelerator, which knows how the policy is sharded.
 
     Attributes:
-        sharding ([`~trl.distributed.DistributedBackend`]): How the policy is sharded.
+        is_zero3 (`bool`): Whether DeepSpeed's ZeRO-3 shards the policy.
+        fsdp_version (`int` or `None`): The version of FSDP that shards the policy.
         gathered_dtype (`torch.dtype` or `None`): The type that FSDP2 rounds weights to when it gathers them.
         has_adapters (`bool`): Whether PEFT wraps the policy.
     """
 
     def __init__(self, model: nn.Module, accelerator: Accelerator):
         self.model, self.device = model, accelerator.device
-        self.sharding, self.gathered_dtype = DistributedBackend(accelerator), None
-        if self.sharding.fsdp_version == 2:
-            mixed_precision = accelerator.state.fsdp_plugin.mixed_precision_policy
+        deepspeed = accelerator.state.deepspeed_plugin
+        self.is_zero3 = deepspeed is not None and deepspeed.zero_stage == 3
+        fsdp = getattr(accelerator.state, "fsdp_plugin", None)  # accelerate sets it only under FSDP
+        self.fsdp_version = None if fsdp is None else fsdp.fsdp_version
+        self.gathered_dtype = None
+        if self.fsdp_version == 2:
+            mixed_precision = fsdp.mixed_precision_policy
             self.gathered_dtype = mixed_precision.param_dtype if mixed_precision else None
         self.has_adapters = is_peft_model(model)  # stored, since this takes 5 ms and is needed for every parameter
 
@@ -195,7 +199,7 @@ class PolicyWeights:
     @property
     def is_sharded(self) -> bool:
         """Whether a parameter must be gathered to be read (FSDP2, ZeRO-3)."""
-        return self.sharding.is_zero3 or self.sharding.fsdp_version == 2
+        return self.is_zero3 or self.fsdp_version == 2
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Returns the model's own parameters by their clean names, in order, without those of adapters."""
@@ -223,7 +227,11 @@ class PolicyWeights:
 
     def gathered(self, params: Iterable[nn.Parameter]) -> AbstractContextManager:
         """Context in which ZeRO-3's `params` are gathered. FSDP2's are gathered by [`~PolicyWeights.full`]."""
-        return self.sharding.gather_params(list(params))
+        if not self.is_zero3:
+            return nullcontext()
+        import deepspeed
+
+        return deepspeed.zero.GatheredParameters(list(params))
 
     def full(self, param: nn.Parameter) -> Tensor:
         """Returns a parameter in full, in its own type."""

@@ -123,7 +123,8 @@ def trainer_arguments(
     Args:
         script_args ([`TrainArguments`]): The data and the rewards.
         training_args ([`~config.fields.QuantFields`]):
-            The trainer's options, such as a [`QuantGRPOConfig`]. Its `model_init_kwargs` get the model's options.
+            The trainer's options, such as a [`QuantGRPOConfig`]. The trainer gets a copy, with the model's options in
+            `model_init_kwargs`.
         model_args ([`~trl.ModelConfig`]): The model's options.
         reward_funcs (`list[Callable]`, *optional*): Further reward functions.
 
@@ -164,7 +165,7 @@ def trainer_arguments(
 
 def model_arguments(training_args: QuantFields, model_args: ModelConfig) -> dict:
     """Returns those arguments of the trainer that concern neither data nor rewards, as [`trainer_arguments`] does."""
-    training_args.model_init_kwargs = {
+    options = {
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,
         "dtype": model_args.dtype,
@@ -172,7 +173,7 @@ def model_arguments(training_args: QuantFields, model_args: ModelConfig) -> dict
     }
     return {
         "model": model_args.model_name_or_path,
-        "args": training_args,
+        "args": training_args.having(model_init_kwargs=options),
         "quantization_config": get_quantization_config(model_args),
         "peft_config": get_peft_config(model_args),
     }

@@ -39,7 +39,7 @@ from ..scaling import apply_uaq, uaq_applied
 from ..storage.manifest import check_read
 from ..storage.quantization import record_gathered_dtype
 from ..storage.run_checkpoints import OPTIMIZER, RANDOM, SCALER, SCHEDULER, files_of
-from ..trl_seams import arguments_seen, exchanged
+from ..trl_seams import arguments_seen, old_checkpoints_kept
 from .checks import check_adapters, check_trainable
 from .introduction import add_to_card, introduce
 from .packing import packed_batches, packed_rows
@@ -150,7 +150,6 @@ class QuantPrecision(CurrentNames):
             "quantization_config": quantization_config,
             "peft_config": peft_config,
         }
-        args.is_taken = True
         args.resolve_for(adapted=peft_config is not None or (not isinstance(model, str) and is_peft_model(model)))
         check_same_settings(args, model, **given)
         check_before_loading(model=model, args=args, **given)
@@ -407,7 +406,7 @@ class QuantPrecision(CurrentNames):
             if self.args.should_save:
                 checkpoints.write_rollout_state(checkpoint, state)
             # `rotate` deletes old checkpoints by their steps; transformers would delete them by their times
-            with exchanged(self.args, save_total_limit=None), self._record.finishing(self):
+            with old_checkpoints_kept(), self._record.finishing(self):
                 super()._save_checkpoint(model, trial)
         if self.args.should_save:
             own_directory.rotate(directory, step, limit, self.state.best_model_checkpoint, self.runs)

@@ -141,7 +141,7 @@ class QuantSampling(QuantPrecision):
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, *args, **kwargs):
         if self._engine is None:
             return super()._generate_single_turn(prompt_ids, images, multimodal_fields, *args, **kwargs)
-        self._engine.multimodal_fields = multimodal_fields
+        self.vllm_generation.multimodal_fields = multimodal_fields
         with self._engine_errors_explained():
             return super()._generate_single_turn(prompt_ids, images, multimodal_fields, *args, **kwargs)
 

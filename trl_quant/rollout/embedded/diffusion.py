@@ -44,11 +44,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
-from trl.trainer.utils import add_fused_lm_head
 
 from ...layers.products import multiplies
 from ...policy.masked import IGNORED, MaskedRows, PromptMasks, mask_token_of, shift_of
 from ...precisions import PRECISIONS, with_products
+from ...trl_seams import add_scoring_head
 from ..engine import Enough, Request, Samples
 from .shared_base import SharedEngine
 from .transformers_engine import TransformersEngine, lengths_to_end
@@ -219,7 +219,7 @@ class Denoising:
         """Builds the model that samples, with the fused head that the trainer also scores tokens with."""
         model = super().build_copy(policy)
         # Greedy completions, which are not trained on, are scored at temperature 1
-        add_fused_lm_head(model, temperature=self.settings.temperature or 1.0, cast_lm_head_to_fp32=self.wide_head)
+        add_scoring_head(model, self.settings.temperature or 1.0, self.wide_head)
         return model
 
     @torch.no_grad()

@@ -4,7 +4,8 @@ import copy
 import logging
 import sys
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -133,6 +134,7 @@ class TransformersEngine(RolloutEngine):
     """
 
     multiplies_codes = False
+    reads_images = False
 
     def __init__(self, *args, cache_implementation: str | None = None, **kwargs):
         super().__init__(*args, **kwargs)
@@ -305,16 +307,23 @@ class TransformersEngine(RolloutEngine):
             params[name].data.copy_(value)
 
     @torch.no_grad()
-    def sample(self, requests: list[Request], enough: Enough | None = None) -> Samples:
+    def sample(
+        self, requests: list[Request], enough: Enough | None = None, processed: Mapping[str, Any] | None = None
+    ) -> Samples:
         """
-        Samples one completion for each request from the quantized copy, or until `enough` says so; see
-        [`~rollout.engine.Engine`]. The trainer sets the processor's results for their images as `multimodal_fields`.
+        Samples one completion for each request from the quantized copy.
+
+        Args:
+            requests (`list[Request]`): The requests.
+            enough (`Callable`, *optional*): Ends the call early; see [`~rollout.engine.Engine`].
+            processed (`Mapping`, *optional*):
+                The processor's results for their images: tensors, and lists of one row of values for each request.
 
         Returns:
             [`Samples`]: The completions, with the log-probability, in nats, with which each token was sampled: after
             temperature, top-k, top-p and min-p.
         """
-        self._check_prompts(requests)
+        self._check_prompts(requests, processed)
         prompts = [request.given for request in requests]
         device, tokenizer, options = self.accelerator.device, self.tokenizer, self._generation_options()
         sampled = _SampledLogps()
@@ -328,20 +337,20 @@ class TransformersEngine(RolloutEngine):
             "disable_compile": True,
         }
         fixed = {"do_sample": True, "temperature": 1.0, "top_k": 0, "eos_token_id": end_ids or None}
-        strings = options.pop("stop_strings", None)
+        strings, most = options.pop("stop_strings", None), options.get("max_new_tokens")
+        rest = [(most or sys.maxsize) - len(request.sampled) for request in requests]
+        if most is not None:
+            options["max_new_tokens"] = max(rest)
         config = GenerationConfig(**defaults | options | fixed)
         self.copy.generation_config = config
 
         input_ids = _left_padded(prompts, tokenizer.pad_token_id, device)
         longest = input_ids.shape[1]
-        rest = [(config.max_new_tokens or sys.maxsize) - len(request.sampled) for request in requests]
-        if config.max_new_tokens is not None:
-            config.max_new_tokens = max(rest)
         ends = _Ends(torch.tensor(rest, device=device), end_ids, strings, tokenizer, enough)
         attention_mask = _left_padded([[1] * len(ids) for ids in prompts], 0, device)
         fields = {
             name: field.to(device) if isinstance(field, Tensor) else _left_padded(field, 0, device)
-            for name, field in self.multimodal_fields.items()
+            for name, field in (processed or {}).items()
         }
 
         with self.accelerator.autocast():
@@ -361,11 +370,11 @@ class TransformersEngine(RolloutEngine):
         logps = [row[:length] for row, length in zip(logps, lengths, strict=True)]
         return Samples(token_ids, logps, ends.ended.tolist() if ends.is_early else None)
 
-    def _check_prompts(self, requests: list[Request]) -> None:
+    def _check_prompts(self, requests: list[Request], processed: Mapping[str, Any] | None) -> None:
         """Raises `ValueError` for images that the processor has not prepared, and for tokens that the model lacks."""
-        if any(request.images for request in requests) and not self.multimodal_fields:
+        if any(request.images for request in requests) and not processed:
             raise ValueError(
-                "The embedded rollout engine got `images` without the processor's `multimodal_fields`. A tool that "
+                "The embedded rollout engine got `images` without the processor's results for them. A tool that "
                 "returns images causes this. Use `use_vllm=True`."
             )
         known = self.copy.config.get_text_config().vocab_size

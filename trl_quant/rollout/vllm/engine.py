@@ -141,9 +141,8 @@ class VLLMEngine(VLLMBase):
         started = self.llm.llm_engine.vllm_config
         self.expect_caches(started.cache_config.cache_dtype, started.model_config.hf_config)
         # A policy that will be sharded has other fingerprints later. There only the self-check compares the base.
-        is_sharded = self.weights.sharding.is_fsdp or self.weights.sharding.is_zero3
         is_on_trial = next(self.model.parameters()).is_meta  # a trial's policy gets its values later
-        if self.lora_sync == "adapter" and not is_sharded and not is_on_trial:
+        if self.lora_sync == "adapter" and not self.weights.is_sharded and not is_on_trial:
             self._base_at_start = self._base_fingerprints()
         self.rest()
 
@@ -408,7 +407,8 @@ class VLLMEngine(VLLMBase):
             torch.distributed.barrier(device_ids=[self.accelerator.local_process_index])
         with nothing_left_behind(self.llm), self.sampling() as further:
             options = self.tempering() | {"n": 1, "max_tokens": self.settings.max_completion_length, "logprobs": 0}
-            asked = parameters(options | self.further_options() | further, self.settings.structured_outputs_regex)
+            options |= self.further_options() | further
+            asked = partial(parameters, options, self.settings.structured_outputs_regex)
             samples = sampled(self.llm, everyones, asked, enough)
         own = slice(start, start + len(requests))
         ended = None if samples.ended is None else samples.ended[own]

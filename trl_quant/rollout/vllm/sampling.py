@@ -36,13 +36,14 @@ NEED_TEXT = ("stop", "structured_outputs", "detokenize")
 NEED_OUTPUTS = ("logprobs", "prompt_logprobs", "n", "output_kind", "flat_logprobs", "extra_args")
 
 
-def parameters(options: dict, regex: str | None):
+def parameters(options: dict, regex: str | None, tokens: int = 0):
     """
     Returns vLLM's `SamplingParams`.
 
     Args:
         options (`dict`): Their fields. `structured_outputs` may be a dict.
         regex (`str` or `None`): The regular expression that completions match.
+        tokens (`int`, *optional*): Tokens of the completion so far, which are not sampled again.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
@@ -57,7 +58,8 @@ def parameters(options: dict, regex: str | None):
         structured = StructuredOutputsParams(regex=regex)
     elif isinstance(structured, dict):
         structured = StructuredOutputsParams(**structured)
-    return SamplingParams(**options | {"structured_outputs": structured})
+    most = options["max_tokens"] and options["max_tokens"] - tokens
+    return SamplingParams(**options | {"structured_outputs": structured, "max_tokens": most})
 
 
 def vllm_prompt(request: Request) -> dict:
@@ -76,7 +78,7 @@ def read(outputs, unfinished: Collection[str] = ()) -> Samples:
     Raises:
         `RuntimeError`: vLLM has dropped another completion before its end.
     """
-    ended = [output.request_id not in unfinished for output in outputs]
+    ended = [not unfinished or output.request_id not in unfinished for output in outputs]
     completions = [completion for output in outputs for completion in output.outputs]
     reasons = [each.finish_reason for each, has_ended in zip(completions, ended, strict=True) if has_ended]
     fault = fault_of_end(reasons)
@@ -86,20 +88,17 @@ def read(outputs, unfinished: Collection[str] = ()) -> Samples:
     return Samples(ids, logps, ended if unfinished else None)
 
 
-def sampled(llm, requests: list[Request], asked, enough: Enough | None) -> Samples:
+def sampled(llm, requests: list[Request], asked: Callable, enough: Enough | None) -> Samples:
     """
-    Samples from vLLM's `llm`; see [`~rollout.engine.Engine`]. `asked` are the `SamplingParams` of a request without
-    tokens so far.
+    Samples from vLLM's `llm`; see [`~rollout.engine.Engine`]. `asked` returns the `SamplingParams` of a request with a
+    number of tokens so far.
 
     Raises:
         `RuntimeError`: vLLM has dropped a completion before its end.
     """
-    each = asked
-    if any(request.sampled for request in requests):
-        each = [asked.clone() for _ in requests]
-        for params, request in zip(each, requests, strict=True):
-            params.max_tokens = params.max_tokens and params.max_tokens - len(request.sampled)
     prompts = [vllm_prompt(request) for request in requests]
+    goes_on = any(request.sampled for request in requests)
+    each = [asked(len(request.sampled)) for request in requests] if goes_on else asked(0)
     with ending_early(llm, enough) as unfinished:
         outputs = llm.generate(prompts, sampling_params=each, use_tqdm=False)
     return read(outputs, unfinished)

@@ -5,13 +5,13 @@ import logging
 import os
 import re
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 from accelerate.utils import is_peft_model
 from packaging.version import Version
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PreTrainedConfig, PreTrainedModel
-from trl.import_utils import is_vllm_available
 
 from ...formats import FORMATS
 from ...formats.fp8 import BLOCK
@@ -107,6 +107,11 @@ def require_nccl(communicator, process: str) -> None:
             "`VLLM_DISABLE_PYNCCL` is set, or if the NCCL that it finds is older than it needs (vLLM 0.33 needs "
             "2.29.7). Install the `nvidia-nccl` package that this vLLM's torch requires, or set `VLLM_NCCL_SO_PATH`."
         )
+
+
+def is_vllm_available() -> bool:
+    """Whether vLLM is installed, in any version."""
+    return find_spec("vllm") is not None
 
 
 def check_version() -> None:
