@@ -112,7 +112,7 @@ class QuantGeneration(VLLMGeneration):
             self.begin()
         self.sampler.settings = self.settings
         requests = requests_for(prompts, images, num_generations)
-        samples = self.sampler.draw(requests, profiler, self.multimodal_fields)
+        samples = self.sampler.draw(requests, profiler, processed=self.multimodal_fields)
         logps = samples.logps
         if logps is None:
             logps = [[None] * len(ids) for ids in samples.token_ids]

@@ -56,9 +56,6 @@ NAMES = {
     "vllm.model_executor.kernels.linear": "_POSSIBLE_INT8_KERNELS",
     "vllm.model_executor.kernels.linear.scaled_mm.cutlass": "CutlassInt8ScaledMMLinearKernel",
     "vllm.entrypoints.serve.dev.server_info.api_router": "PydanticVllmConfig",
-    "vllm.v1.engine": "EngineCoreOutput FinishReason",
-    "vllm.v1.engine:EngineCoreOutput": "finish_reason new_token_ids request_id",
-    "vllm.v1.engine:FinishReason": "ABORT",
     "vllm.v1.attention.backends.cpu_attn": "CPUAttentionBackend",
     "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend": "get_supported_head_sizes",
     "vllm.utils.network_utils": "get_ip",
@@ -126,6 +123,8 @@ NAMES = {
     # Sampling
     "vllm.v1.core.kv_cache_manager:KVCacheManager": "empty_kv_cache_blocks kv_cache_config",
     "vllm.v1.core.sched.scheduler:Scheduler": "block_size kv_cache_manager",
+    "vllm.v1.engine": "EngineCoreOutput FinishReason",
+    "vllm.v1.engine:FinishReason": "ABORT",
     "vllm.v1.engine:EngineCoreOutput": "finish_reason new_logprobs new_token_ids request_id stop_reason",
     "vllm.v1.engine.output_processor:OutputProcessorOutput": "__dataclass_fields__ request_outputs",
     "vllm.v1.kv_cache_interface:KVCacheConfig": "kv_cache_groups",
