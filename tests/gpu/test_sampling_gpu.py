@@ -9,8 +9,11 @@ ones and those of a seed of each request.
 import pytest
 import torch
 from drawing import generated, set_options
+from ended_early import at_least, prefixes
 from vllm_engines import GPU_MODEL, engine, policy
-from vllm_sampling import PLACES, PROMPTS, broken_off, cached, is_lean, reasons, sampled
+from vllm_sampling import PLACES, PROMPTS, broken_off, cached, drawn, is_lean, reasons, sampled
+
+from trl_quant.rollout.engine import Request, requests_for
 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
@@ -70,6 +73,19 @@ def test_completions_that_end_early(sampler):
     right, shifted = torch.cat(right).mean(), torch.cat(shifted).mean()
     print(f"\nfrom vLLM's own scores {right:.4f} nats, from those of the next tokens {shifted:.4f}")
     assert right < 0.1 * shifted
+
+
+def test_unfinished_completions_have_their_first_tokens(sampler):
+    """A step that vLLM has scheduled ahead leaves nothing behind, and a later call goes on."""
+    options = {"temperature": 0, "stop_token_ids": STOPS, "ignore_eos": True}
+    whole = drawn(sampler, requests_for(APART), **options)
+    early = drawn(sampler, requests_for(APART), at_least(3), **options)
+    assert 3 <= sum(early.ended) < len(APART)
+    prefixes(early, whole)
+    assert not sampler.llm.llm_engine.has_unfinished_requests()
+    rest = drawn(sampler, [Request(ids, sampled=found) for ids, found in zip(APART, early.token_ids)], **options)
+    assert max(len(a) + len(b) for a, b in zip(early.token_ids, rest.token_ids, strict=True)) <= 140
+    assert drawn(sampler, requests_for(APART), **options) == whole
 
 
 @pytest.mark.parametrize("place", PLACES)

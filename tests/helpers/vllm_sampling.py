@@ -37,6 +37,14 @@ def sampled(sampler, prompts=PROMPTS, plain=False, torch_seed=5, **generation_kw
     return found, seen
 
 
+def drawn(sampler, requests, enough=None, **options):
+    """The samples of a call that may end early."""
+    torch.manual_seed(5)
+    set_options(sampler, **options)
+    sampler.llm.reset_prefix_cache()
+    return sampler.draw(requests, enough=enough)
+
+
 def reasons(seen) -> list[tuple]:
     """Why completions ended."""
     outputs = [output for _, outputs in seen for output in outputs]

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from drawing import set_options
 from ended_early import at_least, prefixes
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm_engines import engine, policy
-from vllm_sampling import PROMPTS, plainly
+from vllm_sampling import PROMPTS, drawn, plainly
 
 from trl_quant.rollout.engine import Request, requests_for
 
@@ -22,13 +21,6 @@ def sampler(tmp_path_factory):
     built = engine(policy(tmp_path_factory.mktemp("policy")), "int8", max_completion_length=60, max_num_seqs=16)
     built.sync()
     return built
-
-
-def drawn(sampler, requests, enough=None, **options):
-    torch.manual_seed(5)
-    set_options(sampler, **options)
-    sampler.llm.reset_prefix_cache()
-    return sampler.draw(requests, enough=enough)
 
 
 @pytest.mark.parametrize("kind", ["lean", "plain", "text"])
