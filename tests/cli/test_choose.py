@@ -120,13 +120,7 @@ def settings(tmp_path, config_class=QuantGRPOConfig, **overrides):
         "vllm_max_model_length": 512,
         "max_steps": 2,
     }
-    if not config_class.has_rewards:  # its groups are of one completion
-        config_class = partial(_without_groups, config_class)
     return config(config_class, tmp_path / "out", **options | overrides)
-
-
-def _without_groups(config_class, num_generations, **options):
-    return config_class(**options)
 
 
 def run_file(tmp_path, **overrides) -> Path:
