@@ -321,7 +321,7 @@ def test_a_run_equals_one_without_the_compiler(tmp_path, precision, kind, of, la
     assert all(torch.equal(value, plain[name]) for name, value in found.items()) and found.keys() == plain.keys()
 
 
-# What an adapter adds to a graph is the same in each precision
+# An adapter adds the same operations to a graph in each precision, so one precision is enough
 @pytest.mark.parametrize(("precision", "kind"), [*((name, "full") for name in FLOWS), ("fp8_block", "merged")])
 def test_rows_of_other_lengths_are_not_compiled_again(precision, kind):
     model = policy(precision, kind)

@@ -4,12 +4,14 @@ import pytest
 import torch
 from accelerate import Accelerator
 from ended_early import at_least, prefixes
+from made_up_engine import MadeUp
 from masked_policy import trainer as masked
 from tiny import tiny_model, tiny_tokenizer
 
-from trl_quant.rollout import TransformersEngine
+from trl_quant.rollout import EngineSpec, TransformersEngine
 from trl_quant.rollout.answers import fault_of_samples
-from trl_quant.rollout.engine import Request, requests_for
+from trl_quant.rollout.base import AdaptedEngine
+from trl_quant.rollout.engine import Request, Samples, requests_for
 
 
 pytestmark = pytest.mark.isa
@@ -47,7 +49,7 @@ def test_unfinished_completions_have_their_first_tokens(engine, options):
 
 
 def test_a_later_call_goes_on(engine):
-    """Greedy, so that the rest is known. The limit is that of the whole completion, whatever that of its neighbour."""
+    """Sampling is greedy, so the rest is known. Each row ends at its own limit, whatever its neighbours have left."""
     options = {"temperature": 0.0, "eos_token_id": None}
     whole = drawn(engine, requests_for(PROMPTS), **options)
     requests = [Request(prompt, sampled=ids[:i]) for i, (prompt, ids) in enumerate(zip(PROMPTS, whole.token_ids))]
@@ -70,3 +72,31 @@ def test_a_masked_diffusion_model_has_no_rest(tmp_path, given):
     request = Request([5, 6], sampled=given.get("sampled", []))
     with pytest.raises(ValueError, match="writes all tokens of a completion together"):
         engine.sample([request], given.get("enough"))
+
+
+def test_a_request_without_a_rest_is_refused(engine):
+    requests = [Request([5], sampled=[7] * 19), Request([5], sampled=[7] * 20)]
+    with pytest.raises(ValueError, match="Request 1 has 20 sampled tokens already, and its completion may have 20"):
+        drawn(engine, requests)
+    assert [len(ids) for ids in drawn(engine, requests[:1], eos_token_id=None).token_ids] == [1]
+
+
+class Continuing(MadeUp):
+    """A user's engine that goes on with completions."""
+
+    def sample(self, requests, enough=None):
+        return Samples([[65 + len(request.sampled)] for request in requests], None, [enough([True])])
+
+
+def test_a_users_engine_says_whether_it_can_go_on():
+    """One that does not know of `enough` would start each completion again."""
+    given = {"model": tiny_model(seed=1), "accelerator": Accelerator(cpu=True), "processing_class": tiny_tokenizer()}
+    adapted = AdaptedEngine(MadeUp(), EngineSpec("embedded", "int8"), **given)
+    assert len(adapted.sample(requests_for([[5]])).token_ids) == 1
+    for requests, enough in ((requests_for([[5]]), all), ([Request([5], sampled=[6])], None)):
+        with pytest.raises(ValueError, match=r"MadeUp.sample has no argument `enough`"):
+            adapted.sample(requests, enough)
+    samples = AdaptedEngine(Continuing(), EngineSpec("embedded", "int8"), **given).sample(
+        [Request([5], sampled=[6])], all
+    )
+    assert samples == Samples([[66]], None, [True])

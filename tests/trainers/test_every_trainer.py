@@ -52,7 +52,7 @@ KINDS = {
     "RLOO": Kind(QuantRLOOTrainer, RLOOTrainer, RLOOConfig, rloo_trainer),
     "distillation": Kind(QuantDistillationTrainer, DistillationTrainer, DistillationConfig, distillation_trainer),
 }
-# Those that follow GRPO's: its own files test more of the same
+# RLOO and distillation. The same is tested of GRPO in its own files
 others = pytest.mark.parametrize("kind", ["RLOO", "distillation"])
 
 

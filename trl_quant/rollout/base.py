@@ -15,6 +15,7 @@ ranks must do together happens once, before the first turn:
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from inspect import signature
 from typing import Any
 
 import torch
@@ -184,15 +185,23 @@ class RolloutEngine:
             processed (`Mapping`, *optional*): The processor's results for the requests' images, such as `pixel_values`.
 
         Raises:
+            `ValueError`: A request has as many tokens already as its completion may have.
             `RuntimeError`: A policy cannot have sampled this; see [`~rollout.answers.fault_of_samples`].
         """
+        most = self.settings.most_tokens
+        for row, request in enumerate(requests):
+            if most is not None and len(request.sampled) >= most:
+                found = len(request.sampled)
+                raise ValueError(
+                    f"Request {row} has {found} sampled tokens already, and its completion may have {most}."
+                )
         given = {} if enough is None else {"enough": enough}
         if processed and not self.reads_images:
             given["processed"] = processed
         with self.generation(), profiler or nullcontext():
             samples = self.sample(requests, **given)
         logps = None if samples.logps is None else [[[logp] for logp in row] for row in samples.logps]
-        asked = {"count": len(requests), "vocabulary": self.vocabulary, "most": self.settings.most_tokens}
+        asked = {"count": len(requests), "vocabulary": self.vocabulary, "most": most}
         fault = fault_of_samples(samples.token_ids, logps, None, ended=samples.ended, **asked)
         if fault is not None:
             raise RuntimeError(f"The engine returned samples that the policy cannot have drawn: {fault}.")
@@ -396,7 +405,13 @@ class AdaptedEngine(RolloutEngine):
         self.mark_current()
 
     def sample(self, requests: list[Request], enough: Enough | None = None) -> Samples:
-        return self.engine.sample(requests) if enough is None else self.engine.sample(requests, enough)
+        if enough is None and not any(request.sampled for request in requests):
+            return self.engine.sample(requests)
+        if "enough" not in signature(self.engine.sample).parameters:
+            raise ValueError(
+                f"{type(self.engine).__name__}.sample has no argument `enough`, so it samples only whole completions."
+            )
+        return self.engine.sample(requests, enough)
 
 
 def count_layers(policy: nn.Module, precision: str) -> int:

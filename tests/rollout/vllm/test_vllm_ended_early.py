@@ -46,7 +46,7 @@ def test_nothing_is_enough_and_all_have_ended(sampler):
 
 
 def test_a_later_call_goes_on(sampler):
-    """Greedy, so that the rest is known. The limit is that of the whole completion."""
+    """Sampling is greedy, so the rest is known. The limit counts the tokens of both calls."""
     options = {"temperature": 0.0, "ignore_eos": True}
     whole = drawn(sampler, requests_for(PROMPTS), **options)
     requests = [Request(prompt, sampled=ids[: 5 * i]) for i, (prompt, ids) in enumerate(zip(PROMPTS, whole.token_ids))]

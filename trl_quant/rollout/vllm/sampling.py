@@ -58,7 +58,7 @@ def parameters(options: dict, regex: str | None, tokens: int = 0):
         structured = StructuredOutputsParams(regex=regex)
     elif isinstance(structured, dict):
         structured = StructuredOutputsParams(**structured)
-    most = options["max_tokens"] and options["max_tokens"] - tokens
+    most = None if options["max_tokens"] is None else options["max_tokens"] - tokens
     return SamplingParams(**options | {"structured_outputs": structured, "max_tokens": most})
 
 
