@@ -210,6 +210,16 @@ CASES = {
             "`use_transformers_continuous_batching=True`", fields={"transformers_continuous_batching_config": {"a": 1}}
         ),
         Case("a trainer that has dynamic sampling", PlainGRPOConfig, {"dynamic_sampling_rounds": 1}),
+        Case("needs an engine of this package", fields={"rollouts_in_flight": 2.0}),
+        Case("may be at most `max_staleness` + 1", fields={**INT8, "rollouts_in_flight": 3.5, "max_staleness": 2}),
+        Case("which replaces groups", fields={**INT8, "rollouts_in_flight": 2.0, "dynamic_sampling_rounds": 1}),
+        Case("denoises all completions", DIFFUSION, {**INT8, "rollouts_in_flight": 2.0}),
+        Case(
+            "cannot be combined with `tools` and `rollout_func`",
+            fields={**INT8, "rollouts_in_flight": 2.0},
+            others={"tools": [print], "rollout_func": print},
+        ),
+        Case("`max_staleness`=3 acts only with `rollouts_in_flight` above 1", fields={"max_staleness": 3}),
         Case("is below `noise_sigma_end`", fields={"noise_sigma_start": 1e-4}),
         Case("needs a copy of the policy", fields={"noise_schedule": "linear"}),
         Case("`noise_stages`=5 acts only with a `noise_schedule`", fields={"noise_stages": 5}),
@@ -298,6 +308,10 @@ CASES = {
     "exact": [
         Case("compares whole distributions", DISTILLATION, {**TRLS_VLLM, **EXACT}),
         Case("needs `use_vllm=True`", fields=EXACT),
+        Case(
+            "Older ones need a correction",
+            fields={**TRLS_VLLM, **EXACT, "rollouts_in_flight": 2.0, "is_correction": "none"},
+        ),
         Case("has 'enforce_eager'=True", fields={**TRLS_VLLM, **EXACT, "vllm_engine_kwargs": {"enforce_eager": True}}),
         Case("needs FlashAttention 3", fields={**TRLS_VLLM, **EXACT}, model=tiny()),
     ],

@@ -46,8 +46,8 @@ FOREIGN = {
     "peft/tuners/lora/config.py": "_register_custom_module",
     "peft/tuners/tuners_utils.py": "_cast_input_dtype",
     "trl/trainer/grpo_trainer.py": """_compute_loss _generate _generate_and_score_completions _generate_single_turn
-        _get_per_token_logps_and_entropies _last_loaded_step _calculate_rewards _logs _metrics _pending_extra_logs
-        _pending_metrics _step _tag_names _tool_call_loop _tokenize_prompts""",
+        _get_per_token_logps_and_entropies _get_train_sampler _last_loaded_step _calculate_rewards _logs _metrics
+        _pending_extra_logs _pending_metrics _step _tag_names _tool_call_loop _tokenize_prompts""",
     "trl/trainer/distillation_trainer.py": "_get_last_hidden_state",
     "trl/kernels/chunked_logprob.py": "_use_triton",
     "trl/generation/vllm_generation.py": "_init_vllm",

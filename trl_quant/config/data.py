@@ -194,6 +194,22 @@ def check_dynamic_sampling(args, train_dataset, tools=None, rollout_func=None, e
         )
 
 
+def check_partial_rollouts(args, train_dataset) -> None:
+    """Raises `ValueError` if partial rollouts cannot read the data ahead."""
+    if args.rollouts_in_flight == 1:
+        return
+    option = f"`rollouts_in_flight`={args.rollouts_in_flight}"
+    if isinstance(train_dataset, IterableDataset):
+        raise ValueError(
+            f"{option} reads prompts ahead of TRL, which a stream cannot give twice. Use a `datasets.Dataset`, or set "
+            "it to 1."
+        )
+    image_columns = {"image", "images"} & set(train_dataset.column_names)
+    if image_columns:
+        column = image_columns.pop()
+        raise ValueError(f"{option} carries texts, but `train_dataset` has a column {column!r}. Set it to 1.")
+
+
 def check_turns(args, tools, environment_factory) -> None:
     """
     Raises `ValueError` for tools without a `max_completion_length`, at which TRL ends the turns of a completion. With

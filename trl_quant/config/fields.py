@@ -210,6 +210,23 @@ class DynamicSamplingFields:
 
 
 @dataclass
+class PartialRolloutFields:
+    """Partial rollouts."""
+
+    rollouts_in_flight: Annotated[float, Range(1.0)] = 1.0
+    """Groups of completions in flight when a generation starts, divided by the groups that it returns. Above 1, a
+    generation ends when enough groups have finished, and the others go on in the next one, so that no step waits for
+    the longest completion. Their older tokens were sampled by older weights, and the correction weighs them by age and
+    precision at once. Needs a `rollout_precision` ('bf16' for the unquantized one). 1: every generation waits for all.
+    """
+
+    max_staleness: Annotated[int, Range(0)] = 4
+    """Age, in generations, that a group may have when it returns. A generation waits for groups that would become
+    older. `rollouts_in_flight` may be at most 1 more.
+    """
+
+
+@dataclass
 class ScalingFields:
     """Update-aware quantization (UAQ)."""
 
@@ -226,6 +243,7 @@ SECTIONS = {
     "the correction of the mismatch between sampler and trainer": explain(CorrectionFields),
     "adaptive quantization noise (AQN)": explain(NoiseFields),
     "dynamic sampling (DAPO)": explain(DynamicSamplingFields),
+    "partial rollouts": explain(PartialRolloutFields),
     "update-aware quantization (UAQ)": explain(ScalingFields),
 }
 
@@ -390,6 +408,14 @@ class QuantFields(CurrentNames, *SECTIONS.values()):
     def one_update_per_generation(self) -> bool:
         """Whether each generation serves one optimizer step, which then updates the very policy that sampled it."""
         return self.gradient_accumulation_steps % (self.steps_per_generation * self.num_iterations) == 0
+
+    @property
+    def samples_same_bits(self) -> bool:
+        """
+        Whether the sampler's log-probabilities are the policy's bit for bit when it is trained. Those of older tokens
+        are an older policy's.
+        """
+        return self.exact_rollouts and self.rollouts_in_flight == 1
 
     @property
     def needs_reference(self) -> bool:

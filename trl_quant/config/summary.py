@@ -47,6 +47,8 @@ def summary(args: QuantFields, adapted: bool, dtype: torch.dtype | None = None, 
         parts.append(f"noise {args.noise_schedule}, sigma {args.noise_sigma_start:g} to {args.noise_sigma_end:g}")
     if args.uaq_scale is not None:
         parts.append(f"UAQ, scale {args.uaq_scale:g}")
+    if args.rollouts_in_flight > 1:
+        parts.append(f"{args.rollouts_in_flight:g} times a generation's groups in flight")
     if args.dynamic_sampling_rounds:
         parts.append(f"dynamic sampling, at most {args.dynamic_sampling_rounds} further rounds")
     lacking = [] if on_cpu or (on_cpu is None and args.use_cpu) else lacks_for_speed(args, adapted, dtype)

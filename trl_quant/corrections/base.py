@@ -33,6 +33,8 @@ class CorrectionInputs:
         level (`str`, *optional*, defaults to `"token"`):
             The unit that gets a weight: a `"token"`; a `"sequence"`, whose ratio is the product of its tokens' ratios;
             or a `"prefix"`, the tokens before a token, whose ratio is the product of their ratios.
+        ages (`torch.Tensor` of shape `(B, T)`, *optional*):
+            The age of each token, in generations: how many generations ago it was sampled. No correction reads it.
 
     Raises:
         `ValueError`: if the shapes do not match, or `level` is unknown.
@@ -43,6 +45,7 @@ class CorrectionInputs:
     advantages: Tensor
     mask: Tensor
     level: str = "token"
+    ages: Tensor | None = None
 
     def __post_init__(self):
         if self.level not in ("token", "sequence", "prefix"):
@@ -50,8 +53,9 @@ class CorrectionInputs:
         shape = self.old_logps.shape
         if len(shape) != 2:
             raise ValueError(f"old_logps must have shape (B, T), got {tuple(shape)}.")
-        for name in ("rollout_logps", "mask"):
-            got = getattr(self, name).shape
+        for name in ("rollout_logps", "mask", "ages"):
+            given = getattr(self, name)
+            got = shape if given is None else given.shape
             if got != shape:
                 raise ValueError(f"{name} must have the shape of old_logps, {tuple(shape)}, got {tuple(got)}.")
         allowed = [shape[:1], (shape[0], 1), shape]

@@ -5,6 +5,7 @@
 | `sampling_per_token_logps` | `rollout_logps` |
 | `old_per_token_logps` | `old_logps` |
 | `advantages`, `completion_mask`, `tool_mask` | `A`, the mask |
+| `ages` | the age of each token, in generations; there only if a generation returns older ones |
 
 | written | symbol |
 |---|---|
@@ -47,6 +48,7 @@ def corrected(
             advantages=batch["advantages"],
             mask=counted(batch),
             level=level,
+            ages=batch.get("ages"),
         )
     )
 
@@ -63,7 +65,7 @@ def write(output: CorrectionOutput, batch: dict[str, Tensor]) -> None:
 
 def joined(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Concatenates the micro-batches of a generation, all of one `T`, and keeps only what a correction reads."""
-    names = ("sampling_per_token_logps", "old_per_token_logps", "advantages", "completion_mask", "tool_mask")
+    names = ("sampling_per_token_logps", "old_per_token_logps", "advantages", "completion_mask", "tool_mask", "ages")
     return {name: torch.cat([batch[name] for batch in batches]) for name in names if name in batches[0]}
 
 

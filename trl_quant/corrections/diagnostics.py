@@ -23,6 +23,7 @@ Expectations are means over the `N` tokens, which the behaviour policy drew:
 | `mismatch/same_fraction` | `E[w = 1]` | tokens with the same log-probability, bit for bit, on both sides |
 | `mismatch/by_position/a-b` | `E[w - 1 - log w]` of tokens a to b | positions in the completion, from 0 |
 | `mismatch/by_turn/a-b` | the same, of turns a to b | turns from 1, where tools or environments speak |
+| `mismatch/by_age/a-b` | the same, of tokens of age a to b | in generations; age 0 has the precision's mismatch alone |
 | `mismatch/unscored_fraction` | unscored / unmasked | tokens whose rollout log-probability is NaN or infinite |
 | `mismatch/dropped_fraction` | tokens of weight 0 / `N` | only for corrections that drop tokens |
 | `mismatch/dropped_sequence_fraction` | sequences with a dropped token / sequences | the same |
@@ -32,7 +33,7 @@ sampler that truncates cannot, and k3 is then too low by the probability of the 
 `top_p=0.9`, k3 is 0.0045 nats and k1 is 0.097.
 
 A turn is a run of unmasked tokens: what tools and environments add to a completion is masked. `mismatch/by_turn` is
-left out where no completion has a second turn.
+left out where no completion has a second turn, and `mismatch/by_age` where a generation returns only what it sampled.
 
 If no token is scored, every metric has the value that a batch without a mismatch would have.
 """
@@ -53,6 +54,7 @@ from .base import CorrectionInputs
 LOG_RATIO_BOUND = 80.0
 POSITIONS = (0, 16, 64, 256, 1024, 4096, 16384)  # first member of each bucket of `mismatch/by_position`
 TURNS = (1, 2, 3, 5, 9, 17, 33)  # first member of each bucket of `mismatch/by_turn`
+AGES = (0, 1, 2, 3, 5, 9)  # first member of each bucket of `mismatch/by_age`
 
 
 class Ratio(NamedTuple):
@@ -150,6 +152,8 @@ def diagnose(
     scored = ratio.scored.to(w.device)
     counts |= _bucket_sums("by_position", by_position, POSITIONS, quantities["k3"], scored)
     counts |= _bucket_sums("by_turn", by_turn, TURNS, quantities["k3"], scored)
+    if inputs.ages is not None:
+        counts |= _bucket_sums("by_age", inputs.ages.to(w.device), AGES, quantities["k3"], scored)
     totals, pooled = _pool(quantities, ratio.scored, counts)
     for name in ("old_logps", "advantages"):
         if totals[name]:
@@ -176,6 +180,8 @@ def diagnose(
         metrics["mismatch/dropped_fraction"] = pooled["dropped"].mean
         metrics["mismatch/dropped_sequence_fraction"] = totals["dropped_sequences"] / max(totals["sequences"], 1)
     metrics |= _bucket_means("by_position", POSITIONS, totals)
+    if inputs.ages is not None:
+        metrics |= _bucket_means("by_age", AGES, totals)
     of_turns = _bucket_means("by_turn", TURNS, totals)
     if len(of_turns) > 1:  # a single bucket of turns has no other to compare with
         metrics |= of_turns
@@ -202,8 +208,8 @@ def _bucket_sums(kind: str, members: Tensor, starts: tuple[int, ...], k3: Tensor
     Counts the scored tokens of each bucket, and sums their `k3`.
 
     Args:
-        kind (`str`): `"by_position"` or `"by_turn"`.
-        members (`torch.Tensor` that broadcasts to `(B, T)`): The position or the turn of each token.
+        kind (`str`): `"by_position"`, `"by_turn"` or `"by_age"`.
+        members (`torch.Tensor` that broadcasts to `(B, T)`): The position, the turn or the age of each token.
         starts (`tuple[int, ...]`): The first member of each bucket.
         k3, scored (`torch.Tensor` of shape `(B, T)`): The quantity, and which tokens count.
     """

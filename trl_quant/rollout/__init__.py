@@ -4,6 +4,7 @@ The class of an engine is imported on first use: it imports transformers, and wi
 """
 
 import importlib
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -85,6 +86,10 @@ def engine_of(
 
     def build_for_trl(**given):
         models_loaded()
+        # TRL gives vLLM room for the completions of one generation
+        groups = math.ceil(given["max_num_seqs"] / args.num_generations)
+        if args.rollouts_in_flight > 1:
+            given["max_num_seqs"] = math.ceil(args.rollouts_in_flight * groups) * args.num_generations
         given.pop("logprobs", None)  # engines return those of the drawn tokens, and no others
         generation = presented(build(spec, **given), spec, **given)
         engine_built(generation.sampler)

@@ -7,13 +7,15 @@ Each turn's log-probabilities are also recorded, because TRL's RLOO and distilla
 samples by itself, [`recording`] adds the records to TRL's own class.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..run_spec import EngineSpec
 from .base import AdaptedEngine, RolloutEngine
-from .engine import Engine, requests_for
+from .engine import Engine, Samples, requests_for
 from .settings import SAMPLING, SamplingSettings
 
 
@@ -54,6 +56,7 @@ class QuantGeneration(VLLMGeneration):
         self.sampler = sampler
         self.turns: list[Turn] = []
         self.multimodal_fields: dict = {}
+        self._returned: Samples | None = None
         super().__init__(*args, **kwargs)
 
     def _init_vllm(self):
@@ -91,6 +94,20 @@ class QuantGeneration(VLLMGeneration):
         """Copies the policy's weights into the engine. All ranks must call it."""
         self.sampler.sync()
 
+    @property
+    def has_samples(self) -> bool:
+        """Whether the next turn returns samples that there are already."""
+        return self._returned is not None
+
+    @contextmanager
+    def returning(self, samples: Samples) -> Iterator[None]:
+        """Context in which [`generate`] returns `samples` and does not sample."""
+        self._returned = samples
+        try:
+            yield
+        finally:
+            self._returned = None
+
     def generate(self, prompts, images, num_generations, profiler=None) -> tuple:
         """
         Samples one turn of a generation; see TRL's `VLLMGeneration.generate`.
@@ -108,11 +125,13 @@ class QuantGeneration(VLLMGeneration):
         Raises:
             `RuntimeError`: A policy cannot have sampled this; see [`~rollout.answers.fault_of_samples`].
         """
-        if not self.sampler.is_generating:
-            self.begin()
-        self.sampler.settings = self.settings
-        requests = requests_for(prompts, images, num_generations)
-        samples = self.sampler.draw(requests, profiler, processed=self.multimodal_fields)
+        samples = self._returned
+        if samples is None:
+            if not self.sampler.is_generating:
+                self.begin()
+            self.sampler.settings = self.settings
+            requests = requests_for(prompts, images, num_generations)
+            samples = self.sampler.draw(requests, profiler, processed=self.multimodal_fields)
         logps = samples.logps
         if logps is None:
             logps = [[None] * len(ids) for ids in samples.token_ids]

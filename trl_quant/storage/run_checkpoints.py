@@ -16,6 +16,7 @@ from .files import read_heads
 ROLLOUT_STATE_NAME = "rollout_state.json"
 CRITIC_NAME = "critic"  # a directory
 GENERATION_NAME = "unfinished_generation_"  # prefix of a rank's file, followed by the rank
+POOL_NAME = "rollouts_in_flight.pt"
 SHARD = re.compile(r".*-\d{5}-of-\d{5}\.(safetensors|bin)")
 # The names that transformers and accelerate use: one file, one for each rank, or a directory under FSDP
 OPTIMIZER = re.compile(r"optimizer\.(pt|bin)|optimizer_\d+|optimizer\.pt_.*|rank\d+-of-\d+-optimizer\.pt")

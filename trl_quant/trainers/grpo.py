@@ -67,7 +67,7 @@ class QuantGRPOTrainer(QuantSampling, GRPOTrainer):
         check_method(self, args)
         correction = args.correction()
         self.one_pass = scores_in_one_pass(correction, args.one_update_per_generation)
-        same_bits = args.exact_rollouts and not biasing_options(args)
+        same_bits = args.samples_same_bits and not biasing_options(args)
         self.correction_step = CorrectionStep(self, correction, args.importance_sampling_level, same_bits)
         super().__init__(
             model=model,

@@ -168,7 +168,7 @@ class QuantRLOOTrainer(RecordedRollouts, RLOOTrainer):
         correction = args.correction()
         is_read_once = args.one_update_per_generation and not args.needs_reference
         self.one_pass = scores_in_one_pass(correction, is_read_once)
-        same_bits = args.exact_rollouts and not biasing_options(args)
+        same_bits = args.samples_same_bits and not biasing_options(args)
         self.correction_step = RLOOCorrectionStep(self, correction, args.importance_sampling_level, same_bits)
         super().__init__(
             model=model,

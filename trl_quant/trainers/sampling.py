@@ -21,6 +21,7 @@ from ..runs import checkpoints, unfinished
 from . import phases
 from .checks import DrawnPrompts, check_model, tell_noise
 from .correction_step import CorrectionStep, NoStep
+from .pool import RolloutPool
 from .positions import check_rows, fix_choice, models_of, own_prompts
 from .precision import QuantPrecision, follow_engine, train_as_sampled
 
@@ -42,10 +43,12 @@ class QuantSampling(QuantPrecision):
     Attributes:
         correction_step ([`~trainers.correction_step.CorrectionStep`]): The correction of the loss, if there is one.
         drawn_prompts ([`~trainers.checks.DrawnPrompts`] or `None`): The check of the prompts of each generation.
+        pool ([`~trainers.pool.RolloutPool`] or `None`): What a generation leaves unfinished; `None` if nothing.
     """
 
     correction_step: CorrectionStep | NoStep = NoStep()
     drawn_prompts: DrawnPrompts | None = None  # without the constructor, everything is left to TRL's
+    pool: RolloutPool | None = None
     _engine: RolloutEngine | None = None  # `None` where TRL itself generates
     _has_told_unused = False
 
@@ -56,6 +59,8 @@ class QuantSampling(QuantPrecision):
             leave_casts_to_autocast(self.model)
             tell_noise(self.model, self.args)
         self.drawn_prompts = DrawnPrompts(self, self._engine)
+        if self._engine is not None and self.args.rollouts_in_flight > 1:
+            self.pool = RolloutPool(self)
 
     def loading(self, args, **fields) -> AbstractContextManager:
         """Context of TRL's constructor, which gets our engine. Where TRL builds its own, models stay as they are."""
@@ -89,17 +94,26 @@ class QuantSampling(QuantPrecision):
     # Generate. All ranks sync, check and add noise together before the first turn. In later turns, no rank waits for
     # another.
 
-    def _generate(self, prompts):
+    def meet_generation(self, prompts: list) -> None:
+        """Checks the policy before a generation of `prompts`, which the engine's checks may compare."""
         self.check_computation()
+        if self._engine is not None:
+            check_model(self, self._engine)
+            self._engine.ask_prompts = partial(own_prompts, self, prompts)
+
+    def _generate(self, prompts):
         if self._engine is None:
+            self.check_computation()
             return super()._generate(prompts)
-        check_model(self, self._engine)
-        self._engine.ask_prompts = partial(own_prompts, self, prompts)
-        with self.generation():
-            requests = self._engine.requests()
+        if self.vllm_generation.has_samples:  # of the pool, which has synced the engine
             generated = super()._generate(prompts)
-            if requests is not None and self._engine.requests() == requests:
-                self._tell_unused()
+        else:
+            self.meet_generation(prompts)
+            with self.generation():
+                requests = self._engine.requests()
+                generated = super()._generate(prompts)
+                if requests is not None and self._engine.requests() == requests:
+                    self._tell_unused()
         check_rows(self, *generated[:2])
         if self.args.noise_schedule is not None and self.model.training:
             self.log_values(self._engine.noise_metrics())
@@ -134,6 +148,9 @@ class QuantSampling(QuantPrecision):
 
     def _tokenize_prompts(self, prompts):
         tokenized = super()._tokenize_prompts(prompts)
+        if self.pool is not None and self.pool.prompts is not None:
+            # As they were when they were sampled: the text of a template may depend on the day
+            tokenized = self.pool.prompts, *tokenized[1:]
         if self.drawn_prompts is not None:  # the constructor has run
             self.drawn_prompts.check(tokenized[0])
         return tokenized
@@ -205,9 +222,22 @@ class QuantSampling(QuantPrecision):
         return metrics
 
     def _generate_and_score_completions(self, inputs):
-        output = super()._generate_and_score_completions(inputs)
+        if self.pool is None or not self.model.training:
+            output = super()._generate_and_score_completions(inputs)
+        else:
+            with self.pool.returning(inputs) as rows:
+                output = super()._generate_and_score_completions(rows)
+            output["ages"] = self.pool.ages(like=output["completion_ids"])
         if self._engine is not None and self.model.training:  # an evaluation leaves its metrics for the next step
             self.log_values(self._engine.take_metrics())
+        return output
+
+    def train(self, *args, **kwargs):
+        if self.pool is not None:
+            self.pool = RolloutPool(self)
+        output = super().train(*args, **kwargs)
+        if self.pool is not None:
+            self.pool.tell_unfinished()
         return output
 
     # Checkpoints
@@ -226,10 +256,14 @@ class QuantSampling(QuantPrecision):
             self._step = unfinished.resume(self, checkpoint, state)
             self._last_loaded_step = -1
             self._metrics["train"].clear()
+        if self.pool is not None:
+            self.pool.load(checkpoint, state.get("micro_steps", 0))
 
     def save_generation(self, checkpoint: str) -> None:
         if self._engine is not None:
             unfinished.save(self, checkpoint)
+        if self.pool is not None and self.args.should_save:
+            self.pool.save(checkpoint)
 
     def generation_state(self) -> dict:
         """

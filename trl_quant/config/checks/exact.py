@@ -63,6 +63,15 @@ RULES = (
         message="`exact_rollouts`=True needs {found}.",
     ),
     Rule(
+        ("exact_rollouts", "rollouts_in_flight", "is_correction"),
+        when=lambda run: (
+            run.args.exact_rollouts and run.args.rollouts_in_flight > 1 and run.args.correction_class.ignores_sampler
+        ),
+        message="`exact_rollouts`=True with `rollouts_in_flight`={args.rollouts_in_flight!r}: the sampler's bits are "
+        "the trainer's only for tokens of the newest weights. Older ones need a correction: set `is_correction` to "
+        "another than 'none'.",
+    ),
+    Rule(
         ("exact_rollouts", "vllm_engine_kwargs"),
         when=lambda run: run.args.exact_rollouts and _overridden(run),
         message="`vllm_engine_kwargs` has {found[0]!r}={found[1]!r}, and `exact_rollouts`=True sets cache, "

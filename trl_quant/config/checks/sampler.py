@@ -67,6 +67,17 @@ def _experts(run: Given) -> int:
     return experts if experts > 1 else 0
 
 
+def _is_partial(run: Given) -> bool:
+    """Whether a generation may leave completions unfinished."""
+    return run.args.rollouts_in_flight > 1
+
+
+def _speakers(run: Given) -> str:
+    """Names the arguments of a run that give a completion several turns."""
+    given = [name for name in ("tools", "rollout_func", "environment_factory") if run.others.get(name)]
+    return " and ".join(f"`{name}`" for name in given)
+
+
 RULES = (
     Rule(
         ("rollout_precision",),
@@ -96,6 +107,43 @@ RULES = (
         ("dynamic_sampling_rounds",),
         "a trainer that has dynamic sampling, such as QuantGRPOTrainer",
         where=lambda run: run.args.has_dynamic_sampling,
+    ),
+    Rule(
+        ("rollouts_in_flight", "rollout_precision"),
+        when=lambda run: _is_partial(run) and not _samples(run),
+        message="`rollouts_in_flight`={args.rollouts_in_flight!r} needs an engine of this package, but "
+        "`rollout_precision` is not set. Set `rollout_precision='bf16'` for one without quantization.",
+    ),
+    Rule(
+        ("rollouts_in_flight", "max_staleness"),
+        when=lambda run: run.args.rollouts_in_flight > run.args.max_staleness + 1,
+        message="`rollouts_in_flight`={args.rollouts_in_flight!r} with `max_staleness`={args.max_staleness!r}: a group "
+        "in flight would return at a greater age. The factor may be at most `max_staleness` + 1.",
+    ),
+    Rule(
+        ("rollouts_in_flight", "dynamic_sampling_rounds"),
+        when=lambda run: _is_partial(run) and run.args.dynamic_sampling_rounds,
+        message="`rollouts_in_flight`={args.rollouts_in_flight!r} cannot be combined with `dynamic_sampling_rounds`="
+        "{args.dynamic_sampling_rounds!r}, which replaces groups by fresh ones of the same generation. Unset one of "
+        "the two.",
+    ),
+    Rule(
+        ("rollouts_in_flight",),
+        when=lambda run: _is_partial(run) and run.args.denoises,
+        message="`rollouts_in_flight`={args.rollouts_in_flight!r}: a masked diffusion model denoises all completions "
+        "together, and none ends before the others. Leave it at 1.",
+    ),
+    Rule(
+        ("rollouts_in_flight",),
+        when=lambda run: _is_partial(run) and _speakers(run),
+        message="`rollouts_in_flight`={args.rollouts_in_flight!r} carries unfinished completions of a single turn, and "
+        "cannot be combined with {found}, whose turns have a state of their own. Leave it at 1.",
+        needs="arguments",
+    ),
+    acts_only(
+        ("max_staleness",),
+        "`rollouts_in_flight` above 1",
+        where=lambda run: _is_partial(run),
     ),
     Rule(
         ("noise_sigma_start", "noise_sigma_end"),

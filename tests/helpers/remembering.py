@@ -1,0 +1,71 @@
+"""An FP32 engine that keeps the weights of each sync, and trainers that sample from it with partial rollouts."""
+
+import torch
+from tiny import tiny_model
+from training import trainer_for
+
+from trl_quant.rollout.engine import Samples
+
+
+END = 13  # a completion ends with a token that this number divides
+
+
+class Remembering:
+    """
+    Samples token by token from a copy of the policy, and keeps all copies: `versions[g]` sampled in generation g, and
+    `starts` has the prompts of all requests without tokens, in their order.
+    """
+
+    def __init__(self, trainer, policy, longest: int):
+        self.trainer, self.policy, self.longest = trainer, policy, longest
+        self.copy, self.versions, self.starts = None, {}, []
+
+    def sync(self):
+        self.copy = tiny_model().eval()  # a copy of TRL's would compute with its `forward`
+        self.copy.load_state_dict(self.policy.state_dict())
+
+    def sample(self, requests, enough=None):
+        if self.trainer.pool is not None and self.trainer.model.training:
+            self.versions[self.trainer.pool.generation] = self.copy
+        self.starts += [tuple(request.prompt) for request in requests if not request.sampled]
+        ids, logps = [[] for _ in requests], [[] for _ in requests]
+        ended = [False] * len(requests)
+        while not all(ended) and not (enough is not None and enough(ended)):
+            for i, request in enumerate(requests):
+                if ended[i]:
+                    continue
+                with torch.no_grad():
+                    scores = self.copy(torch.tensor([request.given + ids[i]])).logits[0, -1].log_softmax(-1)
+                token = torch.multinomial(scores.exp(), 1).item()
+                ids[i].append(token)
+                logps[i].append(scores[token].item())
+                ended[i] = token % END == 0 or len(request.sampled) + len(ids[i]) == self.longest
+        return Samples(ids, logps, ended)
+
+
+def remembering(kind: type) -> type:
+    """The trainer, which samples from [`Remembering`]."""
+
+    class Sampling(kind):
+        def build_engine(self, spec, model, accelerator, processing_class, **settings):
+            self.memory = Remembering(self, model, settings["max_completion_length"])
+            return self.memory
+
+    return Sampling
+
+
+def partial_run(path, kind, rollouts_in_flight=2.0, **given):
+    """Two groups, or four completions, a generation; weights that move visibly at each step."""
+    settings = {
+        "rollout_precision": "bf16",
+        "rollouts_in_flight": rollouts_in_flight,
+        "per_device_train_batch_size": 4,
+        "num_generations": 2,
+        "max_completion_length": 12,
+        "max_steps": 4,
+        "learning_rate": 0.02,
+        "optim": "sgd",
+        "max_grad_norm": 0.0,
+        "lr_scheduler_type": "constant",
+    }
+    return trainer_for(path, kind=remembering(kind), **settings | given)

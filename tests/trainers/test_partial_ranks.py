@@ -1,0 +1,96 @@
+"""
+Partial rollouts on two ranks: one engine samples a group, and its rows go to the ranks on which TRL expects them.
+
+As a script, one of the two ranks.
+"""
+
+import json
+import os
+import sys
+from collections import Counter
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+from remembering import partial_run
+from tiny import tiny_model
+from training import dataset, metrics, parameters
+
+from trl_quant import QuantGRPOTrainer
+
+
+# Completions of a group, and of a rank: a group may lie on both, and there may be fewer groups than engines
+CASES = {"even": (2, 4), "across": (4, 6), "single": (4, 2)}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    from ranks import on_two_ranks, results
+
+    path = tmp_path_factory.mktemp("ranks")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ranks.__file__", __file__)
+        printed = on_two_ranks("cpu", path, *CASES)
+    return {case: results(path, case, printed) for case in CASES}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_groups_travel_whole(ranks, case):
+    both, (size, rows) = ranks[case], CASES[case]
+    assert both[0]["weights"] == both[1]["weights"] and both[0]["log"] == both[1]["log"]
+    assert sum(log["rollouts/carried"] for log in both[0]["log"]) > 0
+    # Each engine has started whole groups, and no two the same
+    starts = [Counter(map(tuple, rank["starts"])) for rank in both]
+    assert all(count == size for of_rank in starts for count in of_rank.values())
+    assert not starts[0].keys() & starts[1].keys()
+    order = [tuple(prompt) for prompt in both[0]["order"]]
+    assert starts[0].keys() | starts[1].keys() == set(order)
+    # Each rank has trained on its part of the groups, one after another
+    travelled = 0
+    for left, right in zip(both[0]["trained"], both[1]["trained"], strict=True):
+        assert len(left) == len(right) == rows
+        whole = [tuple(prompt) for prompt, _ in left + right]
+        groups = [whole[i : i + size] for i in range(0, len(whole), size)]
+        assert all(len(set(group)) == 1 for group in groups) and len({group[0] for group in groups}) == len(groups)
+        for i, trained in enumerate((left, right)):
+            travelled += sum(tuple(prompt) not in starts[i] for prompt, _ in trained)
+    assert case == "even" or travelled > 0
+    returned = Counter(tuple(prompt) for rank in both for prompt, _ in chain(*rank["trained"]))
+    assert returned == Counter(dict.fromkeys(order, size))
+
+
+def run_rank(path: Path, case: str) -> None:
+    size, rows = CASES[case]
+    trained = []
+
+    def reward(prompts, completion_ids, **kwargs):
+        trained.append([[list(prompt.encode()), ids] for prompt, ids in zip(prompts, completion_ids, strict=True)])
+        return [float(sum(ids) % 5) for ids in completion_ids]
+
+    torch.manual_seed(int(os.environ["RANK"]))
+    settings = {"num_generations": size, "per_device_train_batch_size": rows, "max_steps": 4, "num_train_epochs": 1}
+    settings |= {"max_staleness": 2, "rollouts_in_flight": 3.0, "max_completion_length": 30}
+    given = {"train_dataset": dataset(16), "model": tiny_model(seed=3), "reward_funcs": reward}
+    trainer = partial_run(path / case, QuantGRPOTrainer, **settings, **given)
+    trainer.train()
+    order = trainer.pool.order
+    prompts = [trainer.train_dataset[order[place]]["prompt"] for place in range(4 * order.groups)]
+    found = {
+        "weights": {name: value.double().sum().item() for name, value in parameters(trainer).items()},
+        "log": [log for log in metrics(trainer) if "loss" in log],
+        "starts": trainer.memory.starts,
+        "trained": trained,
+        "order": [trainer._tokenize_prompts([prompt])[0][0] for prompt in prompts],
+    }
+    found["trained"] = [
+        [[trainer._tokenize_prompts([bytes(prompt).decode()])[0][0], ids] for prompt, ids in call] for call in trained
+    ]
+    (path / case).mkdir(exist_ok=True)
+    (path / case / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    for name in sys.argv[2:]:
+        run_rank(Path(sys.argv[1]), name)
