@@ -15,6 +15,7 @@ Times whole GRPO steps and their phases, through the trainers, with TRL's traine
 | `fp8/fp8/adapter` | ours with the adapter beside an FP8 base that trainer and vLLM hold once |
 | `fp8_block/fp8_block/exact` | ours with `exact_rollouts` too |
 | `bf16+padded`, `fp8+packed` | ours with `pack_sequences` set to False or True |
+| `fp8/fp8@2` | ours with `rollouts_in_flight=2` |
 | `fp8/fp8+liger` | ours with Liger's kernels |
 | `rloo:trl`, `rloo:fp8/fp8` | TRL's `RLOOTrainer` and ours; its reference model is TRL's default |
 | `ppo:fp8/fp8` | our PPO, with a critic of the 0.5B shape (on a CPU of the tiny one) whose weights are all trained |
@@ -35,6 +36,9 @@ are 4096; in one of 64x4096:lognormal they are log-normal and cut there.
 | scoring | passes without gradients: old log-probabilities, a reference's, a critic's values; 0 if there is none |
 | update | everything after the generation: forward, backward, clipping, optimizer |
 | rest | the generation without the phases above: tokenizing, decoding, rewards, metrics |
+
+With `@2` a length belongs to a prompt and a member of its group, and what was sampled in an earlier step is subtracted.
+The first steps return the short completions: compare means of the steps after the first ten.
 
 One trainer runs all shapes, the largest first. The first step of a shape warms up. The table has the medians of the
 others, so phases need not add up to the step. Memory is the peak in these steps: torch's allocations on a GPU, else the
@@ -91,7 +95,9 @@ TRLS = {
     "rloo:trl": {},
 }
 METHODS = ("grpo", "rloo", "ppo")
-OURS = re.compile(r"(?P<rollout>\w+)(/(?P<train>\w+)(/(?P<how>exact|adapter))?)?(\+(?P<switch>packed|padded|liger))?")
+OURS = re.compile(
+    r"(?P<rollout>\w+)(/(?P<train>\w+)(/(?P<how>exact|adapter))?)?(\+(?P<switch>packed|padded|liger))?(@(?P<flight>[\d.]+))?"
+)
 # Arguments that all runs of a file share
 SHARED = ("prompt", "generations", "lora", "median", "sigma", "seed", "correction", "lora_sync")
 SHARED += ("engine_kwargs", "trl_engine_kwargs")
@@ -117,6 +123,8 @@ def fields_of(trainer: str, precisions: Sequence[str] = PRECISIONS) -> dict:
         if parts["train"] not in exact_flows():
             raise argparse.ArgumentTypeError(f"{trainer!r}: rollouts are exact in {', '.join(exact_flows())}.")
         fields["exact_rollouts"] = True
+    if parts["flight"]:
+        fields["rollouts_in_flight"] = float(parts["flight"])
     if parts["switch"] == "liger":
         fields["use_liger_kernel"] = True
     elif parts["switch"]:
@@ -155,14 +163,31 @@ def draw_lengths(args, completions: int, new: int, lengths: str) -> list[list[in
     return drawn
 
 
+def left_in_flight(trainer, drawn: list[list[int]]) -> Iterator[list[int]]:
+    """
+    Yields for each generation of a run with partial rollouts what is left of its completions. A length belongs to a
+    group, in the order of their start, and a member of it.
+    """
+    each = trainer.num_generations
+    groups = [step[i : i + each] for step in drawn for i in range(0, len(step), each)]
+    while True:
+        yield [
+            groups[group.place][i] - len(completion.token_ids)
+            for group in trainer.pool.groups
+            for i, completion in enumerate(group.completions)
+            if not completion.has_ended
+        ]
+
+
 def prescribe_lengths(llm, drawn: Iterator[list[int]]) -> None:
     """Gives each request of vLLM's `llm` its own length; each generation takes the next list."""
     generate = llm.generate
 
     def generate_as_drawn(prompts, *, sampling_params, **options):
         requests = []
-        for _, length in zip(prompts, next(drawn), strict=True):
-            request = sampling_params.clone()
+        each = sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(prompts)
+        for given, length in zip(each, next(drawn), strict=True):
+            request = given.clone()
             request.max_tokens = length
             requests.append(request)
         return generate(prompts, sampling_params=requests, **options)
@@ -299,7 +324,10 @@ class Steps(TrainerCallback):
 
     def watch(self, trainer):
         """Times the phases."""
-        self.clock.watch(trainer.vllm_generation, "generate", "sampling")
+        if getattr(trainer, "pool", None) is not None:
+            self.clock.watch(trainer.vllm_generation.sampler, "draw", "sampling")
+        else:
+            self.clock.watch(trainer.vllm_generation, "generate", "sampling")
         self.clock.watch(trainer.vllm_generation, "sync_weights", "sync")
         without_gradient = lambda: not torch.is_grad_enabled()  # noqa: E731
         self.clock.watch(trainer, "_get_per_token_logps_and_entropies", "scoring", without_gradient)
@@ -355,10 +383,13 @@ def measure(args) -> dict:
         set_shape(trainer, completions, new, args.micro)
         drawn = draw_lengths(args, completions, new, lengths)
         trainer.vllm_generation.llm.generate = generate
-        prescribe_lengths(trainer.vllm_generation.llm, iter(drawn))
+        is_partial = getattr(trainer, "pool", None) is not None
+        of_generations = left_in_flight(trainer, drawn) if is_partial else iter(drawn)
+        prescribe_lengths(trainer.vllm_generation.llm, of_generations)
         trainer.train()
         logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-        check_lengths(logged, drawn)
+        if not is_partial:
+            check_lengths(logged, drawn)
 
         warm_up, *measured = steps.seconds[: steps.profiled]
         peak = torch.cuda.max_memory_allocated() if CUDA else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
@@ -370,6 +401,11 @@ def measure(args) -> dict:
             "peak_bytes": peak,
             "logp_difference": None if None in differences else max(differences),
         }
+        if is_partial:  # whose steps differ: lengths returned, ages, tokens computed again
+            names = ("completions/mean_length", *(name for name in logged[-1] if name.startswith("rollouts/")))
+            result[shape_name(completions, new, lengths)]["in_flight"] = [
+                {name: entry[name] for name in names} for entry in logged
+            ]
         if args.profile:
             result[shape_name(completions, new, lengths)]["update_kernels"] = steps.kernels[:80]
     return result
@@ -383,7 +419,8 @@ def options(cuda: bool = CUDA) -> argparse.ArgumentParser:
         type=partial(trainer_name, precisions=tuple(in_vllm()) if cuda else PRECISIONS),
         default=["trl", "trl-control", "bf16", "fp8"] if cuda else ["bf16", "int8"],
         metavar="TRAINER",
-        help=f"{', '.join(TRLS)}, or ours: [METHOD:]ROLLOUT[/TRAIN[/exact|/adapter]][+packed|+padded|+liger]",
+        help=f"{', '.join(TRLS)}, or ours: "
+        "[METHOD:]ROLLOUT[/TRAIN[/exact|/adapter]][+packed|+padded|+liger][@IN_FLIGHT]",
     )
     parser.add_argument("--correction", default="tis", help="`is_correction` of ours")
     parser.add_argument(
