@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm.v1.sample import rejection_sampler
 from vllm_engines import SMALL
 
