@@ -71,7 +71,6 @@ NAMES = {
     "vllm.logprobs:Logprob": "logprob",
     "vllm.config:VllmConfig": """additional_config cache_config compilation_config device_config lora_config
         model_config speculative_config weight_transfer_config""",
-    "vllm.config:SpeculativeConfig": "rejection_sample_method",
     "vllm.config:DeviceConfig": "device",
     "vllm.config:ModelConfig": "dtype logprobs_mode max_model_len model quantization",
     "vllm.config.weight_transfer:WeightTransferConfig": "backend",
