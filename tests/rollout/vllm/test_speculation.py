@@ -154,7 +154,7 @@ def test_when_it_runs(sampler, monkeypatch):
         seen.clear()
         monkeypatch.setattr(sampler, "sync_check_steps", steps)
         monkeypatch.setattr(sampler, "syncs_to_check", 1)
-        monkeypatch.setattr(sampler, "_has_checked_drafts", False)
+        monkeypatch.setattr(sampler, "has_checked_drafts", False)
         counts = []
         for _ in expected:
             sampler.sync()
@@ -236,12 +236,15 @@ def test_one_wrong_token_is_found(sampler, monkeypatch, fault):
 def test_wrong_bonus_tokens_are_found(guessing, monkeypatch):
     """vLLM draws the token after accepted drafts apart, and scores it apart."""
     mend(monkeypatch)
-    score = rejection_sampler.RejectionSampler._get_logprobs_tensors
+    forward = rejection_sampler.Sampler.forward
 
-    def cooler(self, most, metadata, logits, target_logits, bonus_logits, sampled_token_ids):
-        return score(self, most, metadata, logits, target_logits, 1.3 * bonus_logits, sampled_token_ids)
+    def cooler(self, *args, predict_bonus_token=False, **kwargs):
+        output = forward(self, *args, predict_bonus_token=predict_bonus_token, **kwargs)
+        if predict_bonus_token:
+            output.logprobs_tensors.logprobs.mul_(1.3)
+        return output
 
-    monkeypatch.setattr(rejection_sampler.RejectionSampler, "_get_logprobs_tensors", cooler)
+    monkeypatch.setattr(rejection_sampler.Sampler, "forward", cooler)
     with pytest.raises(RuntimeError, match=r"0 have no log-probability \(NaN\), and \d+ have one that is more"):
         guessing.check_sync()
 
@@ -323,7 +326,7 @@ def test_lean_samples_are_vllms(sampler, guessing, monkeypatch, option, drafts):
     mend(monkeypatch)
     sampler, kwargs = guessing if drafts == "a model" else sampler, LEAN[option]
     monkeypatch.setattr(sampler, "sync_check_steps", 0)
-    monkeypatch.setattr(sampler, "_has_checked_drafts", True)
+    monkeypatch.setattr(sampler, "has_checked_drafts", True)
     sampler.drafts = Drafts()
     lean, ends = sampled(sampler, **kwargs)
     counts = replace(sampler.drafts)
@@ -341,7 +344,7 @@ def test_lean_samples_are_vllms(sampler, guessing, monkeypatch, option, drafts):
 def test_unfinished_completions_go_on(sampler, monkeypatch):
     mend(monkeypatch)
     monkeypatch.setattr(sampler, "sync_check_steps", 0)
-    monkeypatch.setattr(sampler, "_has_checked_drafts", True)
+    monkeypatch.setattr(sampler, "has_checked_drafts", True)
     apart = [[token + i for token in prompt] for i, prompt in enumerate(PROMPTS)]
     options = {"temperature": 0, "stop_token_ids": list(range(0, 250, 17)), "ignore_eos": True}
     whole = drawn(sampler, requests_for(apart), **options)
@@ -361,7 +364,7 @@ def test_counts_are_vllms(tmp_path, monkeypatch):
     """vLLM counts for itself where it keeps statistics."""
     mend(monkeypatch)
     sampler = speculating(tmp_path, engine_kwargs=DRAFTING | {"disable_log_stats": False}, max_completion_length=40)
-    monkeypatch.setattr(sampler, "_has_checked_drafts", True)
+    monkeypatch.setattr(sampler, "has_checked_drafts", True)
     ids = sampled(sampler, stop_token_ids=list(range(0, 250, 17)))[0][1]
     names = ("vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens")
     theirs = {metric.name: metric.value for metric in sampler.llm.get_metrics() if metric.name in names}

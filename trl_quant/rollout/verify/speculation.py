@@ -36,7 +36,7 @@ from ..settings import SamplingSettings
 from .self_check import FLOOR, SLACK, Reference, raise_everywhere, rows_to_check
 
 
-ROWS = 8
+DRAWN_ROWS = 8
 PIECE = 24  # tokens that a prompt repeats
 REPEATED = 3  # how often
 DRAWN_TOKENS = 64  # of each row
@@ -61,7 +61,7 @@ def check_speculation(engine) -> dict[str, float]:
     longest = engine.limits()[1]
     new = min(DRAWN_TOKENS, longest // 2)
     settings = replace(drawn_as(engine.settings), max_completion_length=new)
-    prompts = repeating_rows(rows_to_check(engine, longest, ROWS * PIECE), min(REPEATED * PIECE, longest - new))
+    prompts = repeating_rows(rows_to_check(engine, longest, DRAWN_ROWS * PIECE), min(REPEATED * PIECE, longest - new))
 
     fault = None
     try:
@@ -104,9 +104,9 @@ def drawn_as(settings: SamplingSettings) -> SamplingSettings:
 
 
 def repeating_rows(rows: list[list[int]], length: int) -> list[list[int]]:
-    """Returns [`ROWS`] rows of `length` token ids. Each repeats another piece of the given rows."""
+    """Returns [`DRAWN_ROWS`] rows of `length` token ids. Each repeats another piece of the given rows."""
     stream = [token for row in rows for token in row]
-    pieces = [[stream[(row * PIECE + i) % len(stream)] for i in range(PIECE)] for row in range(ROWS)]
+    pieces = [[stream[(row * PIECE + i) % len(stream)] for i in range(PIECE)] for row in range(DRAWN_ROWS)]
     return [(piece * (length // PIECE + 1))[:length] for piece in pieces]
 
 

@@ -49,6 +49,7 @@ class VLLMBase(RolloutEngine):
         syncs_to_check (`int`): Number of syncs until the next self-check.
         drafts ([`~speculation.Drafts`] or `None`):
             Counts of speculative decoding since the last [`take_metrics`]; `None` without it.
+        has_checked_drafts (`bool`): Whether samples of speculative decoding were found to be right.
     """
 
     def __init__(self, *args, sync_check_steps: int = 50, **kwargs):
@@ -67,7 +68,7 @@ class VLLMBase(RolloutEngine):
         self.caches: dict[int, KVCache] = {}
         self.syncs_to_check = 1  # the first sync is checked
         self.drafts: Drafts | None = None
-        self._has_checked_drafts = False
+        self.has_checked_drafts = False
         self._failure: str | None = None
         self._non_finite: dict[str, Tensor] = {}
         self._started_model: set = set()  # `_model_traits` when the engine started
@@ -338,7 +339,7 @@ class VLLMBase(RolloutEngine):
         if not quick:
             if self.drafts is not None:
                 metrics |= check_speculation(self)
-                self._has_checked_drafts = True
+                self.has_checked_drafts = True
             self.syncs_to_check = self.sync_check_steps
             self.mark_checked()
         self.sync_metrics = {**self.sync_metrics, **metrics}
@@ -352,7 +353,7 @@ class VLLMBase(RolloutEngine):
             is_due = self.syncs_to_check == 0 or self.function_changed()
             if is_due or woken:
                 self.check_sync(quick=not is_due)
-        elif self.drafts is not None and not self._has_checked_drafts:  # this check cannot be switched off
+        elif self.drafts is not None and not self.has_checked_drafts:  # this check cannot be switched off
             self.check_sync()
         self.lay_noise(self.noise)
 

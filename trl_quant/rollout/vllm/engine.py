@@ -119,7 +119,7 @@ class VLLMEngine(VLLMBase):
             with one_copy.lending(self._base_to_share()), told:
                 self.llm = lifetime.start_on_a_free_port(partial(LLM, **arguments), self.accelerator)
         except (RuntimeError, ValueError, MemoryError) as error:
-            raise lifetime.start_error(error, self.precision, self.model.name_or_path) from error
+            raise _start_error(error, self.precision, self.model.name_or_path) from error
         lifetime.ends_with(self, self.llm)
 
         layers = [layer.name for layer in dense_linears(self.weights.base_model).values()]
@@ -465,3 +465,21 @@ def _cached_blocks(llm) -> int:
     """Returns the number of blocks of keys and values that the prefix cache would reuse."""
     manager = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
     return len(manager.block_pool.cached_block_hash_to_block)
+
+
+def _start_error(error: Exception, precision: str, model: str) -> Exception:
+    """Returns the error for an engine that did not start, with advice."""
+    message = f"vLLM did not start {model} with `rollout_precision`={precision!r}: {error}"
+    if "'lm_head'" in str(error):
+        return ValueError(
+            f"{message}\nvLLM's model has no head of its own, but the policy has one (`tie_word_embeddings=False`). "
+            "Sample with `use_vllm=False`."
+        )
+    if "memory" not in str(error).lower() and not isinstance(error, MemoryError):
+        return RuntimeError(message)
+    return ValueError(
+        f"{message}\nThe engine needs more memory than it may use. Raise `vllm_gpu_memory_utilization`, or on a CPU "
+        "`kv_cache_memory_bytes` in `vllm_engine_kwargs`; lower `vllm_max_model_length`; set "
+        "`vllm_enable_sleep_mode=True`, so that engine and trainer take turns; or take a `rollout_precision` with "
+        "fewer bits."
+    )
