@@ -101,6 +101,8 @@ def test_what_is_not_counted(tmp_path, monkeypatch):
     assert uncounted(policy, args) == ["reading prompts"]
     sleeping = settings(tmp_path, vllm_enable_sleep_mode=True)
     assert uncounted(policy, sleeping)[1:] == ["putting the engine to sleep"]
+    speculating = settings(tmp_path, vllm_engine_kwargs={"speculative_config": {"method": "ngram"}})
+    assert uncounted(policy, speculating)[1:] == ["speculative decoding, which depends on the policy"]
     for sharding in ({"deepspeed_plugin": SimpleNamespace(zero_stage=3)}, {"fsdp_plugin_args": {"fsdp_version": 2}}):
         sharded = settings(tmp_path)
         vars(sharded).update(sharding)

@@ -29,6 +29,8 @@ INT8 = {"rollout_precision": "int8"}
 VLLM = {**INT8, "use_vllm": True, "vllm_mode": "colocate"}
 SERVER = VLLM | {"vllm_mode": "server"}
 TRLS_VLLM = {"use_vllm": True, "vllm_mode": "colocate"}
+DRAFTING = {"vllm_engine_kwargs": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}}
+SYNTHETIC = {"num_speculative_tokens": 2, "rejection_sample_method": "synthetic"}
 EXACT = {"train_precision": "int8", "exact_rollouts": True}
 LORA = {"peft_config": LoraConfig(target_modules=["q_proj"])}
 ZERO3 = {"deepspeed_plugin": SimpleNamespace(zero_stage=3)}
@@ -242,9 +244,10 @@ CASES = {
         Case("leaves no room for a prompt", fields={**VLLM, "vllm_max_model_length": 512}),
         Case("'seed' (set by the trainer's `seed`)", fields={**VLLM, "vllm_engine_kwargs": {"seed": 1}}),
         Case("the scales of its KV cache", fields={**VLLM, "vllm_engine_kwargs": {"calculate_kv_scales": True}}),
-        Case("returns NaN", fields={**VLLM, "vllm_engine_kwargs": {"speculative_config": {"a": 1}}}),
+        Case("accepts drafted tokens", fields={**VLLM, "vllm_engine_kwargs": {"speculative_config": SYNTHETIC}}),
         Case("'kv_cache_dtype'='int3'", fields={**VLLM, "vllm_engine_kwargs": {"kv_cache_dtype": "int3"}}),
         Case("has ['x'], which vLLM does not take", fields={**VLLM, "vllm_engine_kwargs": {"x": 1}}),
+        Case("`min_p`=0.1 with 'speculative_config'", fields={**VLLM, **DRAFTING, "min_p": 0.1}),
         Case("a server takes its arguments", fields={**SERVER, "vllm_engine_kwargs": {"enforce_eager": True}}),
         Case("must not hold 'n'", fields={**VLLM, "generation_kwargs": {"n": 2}}),
         Case("must not hold 'logprobs'", fields={**VLLM, "generation_kwargs": {"logprobs": 2}}),

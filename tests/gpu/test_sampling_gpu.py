@@ -6,10 +6,14 @@ differed on an H200 although all completions ended together. So samples are comp
 ones and those of a seed of each request.
 """
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from drawing import generated, set_options
 from ended_early import at_least, prefixes
+from speculating import DRAFTING
 from vllm_engines import GPU_MODEL, engine, policy
 from vllm_sampling import PLACES, PROMPTS, broken_off, cached, drawn, is_lean, reasons, sampled
 
@@ -98,3 +102,50 @@ def test_a_generation_that_breaks_off(sampler, monkeypatch, place):
     with broken_off(sampler, monkeypatch, place, KeyboardInterrupt):
         generated(sampler, APART, copies=4)
     assert generated(sampler, APART, copies=4) == whole and len(whole[1]) == len(APART)
+
+
+# Speculative decoding
+
+
+@pytest.fixture(scope="module", params=["bf16", "fp8"])
+def speculating(request, tmp_path_factory):
+    model = policy(tmp_path_factory.mktemp("policy"), **GPU_MODEL).cuda()
+    built = engine(model, request.param, engine_kwargs=DRAFTING, max_completion_length=64, max_num_seqs=len(PROMPTS))
+    built.sync()
+    return built
+
+
+@pytest.mark.parametrize("changed", [{}, {"temperature": 0.6}, {"top_p": 0.8}, {"top_k": 20, "temperature": 1.3}])
+def test_speculation_is_right(speculating, monkeypatch, changed):
+    """With n-grams, at the run's temperature: the check of samples passes, and one token that is off does not."""
+    monkeypatch.setattr(speculating, "settings", replace(speculating.settings, **changed))
+    random = torch.cuda.get_rng_state(), torch.get_rng_state(), np.random.get_state()[1].tolist()
+    found = speculating.check_sync()
+    print("\n", changed, found)
+    assert 0 < found["sync_check/speculation_difference"] < found["sync_check/speculation_bound"]
+    assert all(map(torch.equal, random[:2], (torch.cuda.get_rng_state(), torch.get_rng_state())))
+    assert np.random.get_state()[1].tolist() == random[2]
+    sample = speculating.sample
+
+    def one_off(requests, enough=None):
+        samples = sample(requests, enough)
+        samples.logps[5][40] -= 5
+        return samples
+
+    monkeypatch.setattr(speculating, "sample", one_off)
+    with pytest.raises(RuntimeError, match=r"of 512 sampled tokens 0 have no log-probability \(NaN\), and 1 have one"):
+        speculating.check_sync()
+
+
+@pytest.mark.parametrize("option", REPEATABLE)
+def test_lean_samples_of_speculation_are_vllms(speculating, option):
+    option = REPEATABLE[option] | {"ignore_eos": True}
+    plain, _ = sampled(speculating, APART, plain=True, **option)
+    if plain != sampled(speculating, APART, plain=True, **option)[0]:
+        pytest.skip("vLLM's own samples are not the same twice")
+    speculating.take_metrics()
+    lean, ends = sampled(speculating, APART, **option)
+    assert lean == plain and is_lean(ends)
+    found = speculating.take_metrics()
+    print("\n", option, found)
+    assert 0 <= found["rollouts/accepted_share"] <= 1 and found["rollouts/accepted_tokens"] <= 3

@@ -261,6 +261,7 @@ def test_the_config_takes_it(tmp_path):
         ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32=False"),
         ({"vllm_model_impl": "transformers"}, "vllm_model_impl"),
         ({"vllm_engine_kwargs": {"enforce_eager": True}}, "'enforce_eager'=True"),
+        ({"vllm_engine_kwargs": {"speculative_config": {"method": "ngram"}}}, "no 'speculative_config'"),
         ({"vllm_engine_kwargs": {"kv_cache_dtype": "fp8"}}, "'kv_cache_dtype'='fp8'"),
         ({"vllm_engine_kwargs": {"compilation_config": {"mode": 3}}}, "'compilation_config'=.'mode': 3"),
         ({"vllm_engine_kwargs": {"attention_config": {"backend": "TRITON_ATTN"}}}, "'attention_config'="),

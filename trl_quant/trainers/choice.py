@@ -208,5 +208,6 @@ def uncounted(model, args: QuantFields) -> list[str]:
         "gathering the sharded policy": is_zero3 or args.fsdp_version is not None,
         "dequantizing the policy's base": any(not param.is_floating_point() for param in model.parameters()),
         "putting the engine to sleep": args.vllm_enable_sleep_mode,
+        "speculative decoding, which depends on the policy": "speculative_config" in (args.vllm_engine_kwargs or {}),
     }
     return [part for part, happens in parts.items() if happens]

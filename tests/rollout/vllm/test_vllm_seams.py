@@ -45,8 +45,8 @@ NAMES = {
         distributed_executor_backend dtype
         enable_lora enable_sleep_mode enforce_eager gpu_memory_utilization hf_overrides kv_cache_memory_bytes
         load_format logprobs_mode lora_target_modules max_lora_rank max_model_len max_num_seqs model model_impl
-        model_loader_extra_config quantization quantization_config seed skip_tokenizer_init tensor_parallel_size
-        trust_remote_code worker_cls""",
+        model_loader_extra_config quantization quantization_config seed skip_tokenizer_init speculative_config
+        tensor_parallel_size trust_remote_code worker_cls""",
     "vllm:ModelRegistry": "get_supported_archs",
     "vllm:SamplingParams": """__struct_fields__ detokenize ignore_eos logprobs max_tokens prompt_logprobs
         skip_reading_prefix_cache temperature""",
@@ -70,7 +70,7 @@ NAMES = {
     "vllm.outputs:CompletionOutput": "logprobs token_ids",
     "vllm.logprobs:Logprob": "logprob",
     "vllm.config:VllmConfig": """additional_config cache_config compilation_config device_config lora_config
-        model_config weight_transfer_config""",
+        model_config speculative_config weight_transfer_config""",
     "vllm.config:DeviceConfig": "device",
     "vllm.config:ModelConfig": "dtype logprobs_mode max_model_len model quantization",
     "vllm.config.weight_transfer:WeightTransferConfig": "backend",
@@ -129,7 +129,10 @@ NAMES = {
     "vllm.v1.engine.output_processor:OutputProcessorOutput": "__dataclass_fields__ request_outputs",
     "vllm.v1.kv_cache_interface:KVCacheConfig": "kv_cache_groups",
     "vllm.v1.outputs:LogprobsLists": "cu_num_generated_tokens logprobs slice_request",
-    "vllm.v1.outputs:ModelRunnerOutput": "logprobs",
+    "vllm.v1.outputs:ModelRunnerOutput": "logprobs req_id_to_index sampled_token_ids",
+    "vllm.v1.core.sched.output:SchedulerOutput": "scheduled_spec_decode_tokens",
+    "vllm.v1.sample": "rejection_sampler",
+    "vllm.v1.sample.rejection_sampler": "expand_batch_to_tokens rejection_sample",
     "vllm.v1.request:Request": "num_computed_tokens request_id",
     # The same numbers for any batch (`exact_rollouts`)
     "vllm.model_executor.layers.layernorm": "RMSNorm",
@@ -225,7 +228,8 @@ PATHS = {
         llm_engine.step llm_engine.vllm_config.cache_config.block_size
         llm_engine.vllm_config.cache_config.cache_dtype llm_engine.vllm_config.model_config.hf_config
         llm_engine.vllm_config.compilation_config.mode llm_engine.vllm_config.model_config.dtype
-        llm_engine.vllm_config.model_config.max_model_len request_counter.counter""",
+        llm_engine.vllm_config.model_config.max_model_len llm_engine.vllm_config.speculative_config
+        request_counter.counter""",
     "worker": """get_model model_runner.attn_groups model_runner.execute_model_state model_runner.requests
         model_runner.sampler reload_weights vllm_config.model_config.dtype""",
     "model": """config.tie_word_embeddings lm_head.quant_method.process_weights_after_loading lm_head.weight

@@ -122,7 +122,7 @@ def test_server_that_reports_raw_logprobs_and_takes_no_weights(tmp_path, model, 
     text = refusal(tmp_path, stand_in, model, "int8")
     wrong, command = text.split("Start it")
     assert "`--kv-cache-dtype nvfp4`, and the self-check computes auto, bf" in wrong and "-kv-scales`, whose" in wrong
-    assert "`--speculative-config`: speculative decoding returns NaN" in wrong
+    assert "`--speculative-config`, whose log-probabilities may be wrong" in wrong
     assert "raw_logprobs" in wrong and "no `--weight-transfer-config`" in wrong and "precision" not in wrong
     assert "--logprobs-mode processed_logprobs" in command and "--weight-transfer-config" in command
     assert "the precision 'int8', and `rollout_precision`='bf16'" in refusal(tmp_path, stand_in, model, "bf16")

@@ -35,6 +35,9 @@ def trainers_live_on(monkeypatch):
     return made
 
 
+SPECULATION = {"method": "ngram", "num_speculative_tokens": 2}
+
+
 def settings(tmp_path, **overrides):
     options = {
         "use_vllm": True,
@@ -223,9 +226,15 @@ def test_names_stay_trls(tmp_path):
         ({"vllm_engine_kwargs": {"max_model_len": 5}}, ["max_model_len", "vllm_max_model_length"]),
         ({"vllm_engine_kwargs": {"kv_cache_dtype": "nvfp4"}}, ["kv_cache_dtype", "'nvfp4'", "'auto'", "'fp8_e5m2'"]),
         ({"vllm_engine_kwargs": {"calculate_kv_scales": True}}, ["calculate_kv_scales", "stale", "Leave it out"]),
-        (
-            {"vllm_engine_kwargs": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}},
-            ["'speculative_config'={'method': 'ngram'", "log-probabilities", "Leave it out"],
+        *(
+            ({"vllm_engine_kwargs": {"speculative_config": SPECULATION}} | option, words)
+            for option, words in (
+                ({"min_p": 0.1}, ["`min_p`=0.1", "'speculative_config'", "ignores or refuses"]),
+                ({"repetition_penalty": 1.2}, ["`repetition_penalty`=1.2", "'speculative_config'", "self-check"]),
+                ({"generation_kwargs": {"logit_bias": {3: 1.0}}}, ["`logit_bias`={3: 1.0}", "'speculative_config'"]),
+                ({"generation_kwargs": {"min_tokens": 4}}, ["`min_tokens`=4", "'speculative_config'"]),
+                ({"vllm_structured_outputs_regex": "a"}, ["`structured_outputs`='a'", "'speculative_config'"]),
+            )
         ),
         ({"lora_sync": "files"}, ["lora_sync", "'files'", "'adapter'"]),
         ({"vllm_sleep_level": 3}, ["vllm_sleep_level", "3"]),
@@ -241,6 +250,14 @@ def test_refused_before_anything_is_loaded(tmp_path, options, words):
     with pytest.raises(ValueError) as refusal:
         settings(tmp_path, **options)
     assert all(word in str(refusal.value) for word in words), refusal.value
+
+
+def test_speculation_is_taken(tmp_path):
+    """Beside the options that its check computes, and those that do not change the tokens' distribution."""
+    options = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "generation_kwargs": {"stop": ["a"], "max_tokens": 9}}
+    given = {"speculative_config": SPECULATION}
+    assert settings(tmp_path, vllm_engine_kwargs=given, **options).vllm_engine_kwargs == given
+    assert settings(tmp_path, vllm_engine_kwargs=SMALL, min_p=0.1, repetition_penalty=1.2).min_p == 0.1
 
 
 def test_sleep_levels_that_are_not_set(tmp_path):

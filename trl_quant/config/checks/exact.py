@@ -25,6 +25,9 @@ def _missing(run: Given) -> str:
         "no `noise_schedule`, which makes the sampler another policy": args.noise_schedule is None,
         "computing in BF16 (`fp16=False`)": not args.fp16,
         "weights that each rank holds whole (no FSDP)": args.fsdp_version is None,
+        "no 'speculative_config' in `vllm_engine_kwargs`, whose tokens are scored several at a time": (
+            "speculative_config" not in (args.vllm_engine_kwargs or {})
+        ),
         "no `torch_compile`, which has kernels of its own": not args.torch_compile,
         "no `use_liger_kernel`, which has kernels of its own": not args.use_liger_kernel,
         # Only GRPO's config has this field

@@ -7,12 +7,11 @@ from transformers import AutoConfig
 from ...models.positions import LONGROPE, switching, why_vllm_differs
 from ...precisions import in_vllm
 from ...reading import reading
-from ...rollout.sampling_options import not_taken
+from ...rollout.sampling_options import biasing_options, not_taken
 from ...rollout.verify.kv_cache import CACHE_FORMATS, UNQUANTIZED
 from ...rollout.vllm.support import (
     RESERVED,
     SET_BY_TRL,
-    SPECULATION,
     check_architecture,
     check_head_size,
     differences,
@@ -28,6 +27,7 @@ from .sampler import given_options
 
 MODEL_IMPLS = ("vllm", "transformers", "auto")
 COLOCATED_FIELDS = ("vllm_engine_kwargs", "vllm_sleep_level", "lora_sync")  # they act only on a colocated engine
+BESIDE_DRAFTS = ("temperature", "top_p", "top_k")  # options that the check of speculative decoding computes
 SAVE = (  # what to do about a policy on which vLLM cannot start
     "Save the model, without adapters, and its tokenizer, and name the directory in "
     "`vllm_engine_kwargs={{'model': ...}}`, or sample with `use_vllm=False`"
@@ -46,6 +46,18 @@ def _samples_here(run: Given) -> bool:
 
 def _arguments(run: Given) -> dict:
     return run.args.vllm_engine_kwargs or {}
+
+
+def _drafting(run: Given) -> dict:
+    """Returns vLLM's arguments of speculative decoding; empty without it."""
+    given = _arguments(run).get("speculative_config")
+    return given if isinstance(given, dict) else {}
+
+
+def _beside_drafts(run: Given) -> str:
+    """Lists the sampling options of a run that may not stand beside speculative decoding."""
+    options = biasing_options(run.args) if _samples_here(run) and _drafting(run) else {}
+    return " and ".join(f"`{name}`={value!r}" for name, value in options.items() if name not in BESIDE_DRAFTS)
 
 
 def _reserved_arguments(run: Given) -> str:
@@ -128,8 +140,9 @@ ARGUMENTS = (
     ),
     Rule(
         ("vllm_engine_kwargs",),
-        when=lambda run: _arguments(run).get("speculative_config"),
-        message=f"`vllm_engine_kwargs` has 'speculative_config'={{found!r}}: {SPECULATION}. Leave it out.",
+        when=lambda run: _drafting(run).get("rejection_sample_method") == "synthetic",
+        message="`vllm_engine_kwargs` has 'speculative_config' with 'rejection_sample_method'='synthetic', with which "
+        "vLLM accepts drafted tokens whatever the policy says. Leave it out.",
     ),
     Rule(
         ("vllm_engine_kwargs",),
@@ -181,6 +194,13 @@ RULES = (
         "`max_completion_length`={args.max_completion_length}. It must be greater.",
     ),
     *ARGUMENTS,
+    Rule(
+        ("vllm_engine_kwargs", "generation_kwargs"),
+        when=_beside_drafts,
+        message="{found} with 'speculative_config' in `vllm_engine_kwargs`: vLLM ignores or refuses some sampling "
+        "options where it speculates (`min_p`, `logit_bias`, `logits_processors`), and the self-check of its samples "
+        f"computes only {', '.join(map(repr, BESIDE_DRAFTS))}. Leave one of the two out.",
+    ),
     acts_only(
         COLOCATED_FIELDS,
         "`vllm_mode='colocate'`: a server takes its arguments when it is started, and merged weights",

@@ -105,12 +105,21 @@ def check_sequences(tokenizer, length: int) -> list[list[int]]:
     return sequences
 
 
+def plain_logps(logits: Tensor, tokens: Tensor) -> Tensor:
+    """
+    Returns the log-probabilities, in nats and of shape (tokens,), of `tokens`, shape (tokens, 1), at temperature 1.
+    `logits` have the shape (tokens, vocabulary).
+    """
+    return logits.float().log_softmax(-1).gather(-1, tokens)[:, 0]
+
+
 @torch.no_grad()
 def policy_logps(
     model: nn.Module,
     sequences: list[list[int]],
     device: torch.device,
     arithmetic: AbstractContextManager | None = None,
+    score: Callable[[Tensor, Tensor], Tensor] = plain_logps,
 ) -> list[Tensor]:
     """
     Computes the policy's log-probability, in nats, of each token but the first.
@@ -121,9 +130,12 @@ def policy_logps(
         device (`torch.device`): The policy's device.
         arithmetic (`AbstractContextManager`, *optional*):
             The context in which the engine computes; by default autocast to BF16, as vLLM computes.
+        score (`Callable`, *optional*):
+            Computes something else from a sequence's logits, shape (length - 1, vocabulary), and the tokens that
+            follow, shape (length - 1, 1). By default [`plain_logps`].
 
     Returns:
-        `list[torch.Tensor]`: For each sequence, a tensor of shape (length - 1,) on the CPU.
+        `list[torch.Tensor]`: For each sequence, a tensor of shape (length - 1,) on the CPU, or what `score` returns.
     """
     was_training = {module: module.training for module in model.modules()}
     model.eval()
@@ -132,7 +144,7 @@ def policy_logps(
         with arithmetic or torch.autocast(device.type, torch.bfloat16):
             logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
         targets = tokens[:, 1:, None]
-        return [x.float().log_softmax(-1).gather(-1, t)[:, 0].cpu() for x, t in zip(logits, targets, strict=True)]
+        return [score(x, t).cpu() for x, t in zip(logits, targets, strict=True)]
     finally:
         for module, training in was_training.items():
             module.training = training
@@ -221,6 +233,11 @@ def _require_no_fault(engine, fault: str | None, difference: float, bound: float
         broken = engine.weights.first_non_finite()
         if broken is not None:
             message = f"The policy itself is broken, not the engine: its `{broken}` holds NaN or infinity."
+    raise_everywhere(message)
+
+
+def raise_everywhere(message: str | None) -> None:
+    """Raises `RuntimeError` on all ranks if one has a message. All ranks must call it."""
     messages = [other for other in gather_object([message]) if other]
     if messages:
         raise RuntimeError(messages[0])
@@ -278,7 +295,13 @@ class Reference:
         self.engine = engine
         self.weights = engine.weights
 
-    def logps(self, sequences: list[list[int]], adapted: bool = True, jitter: bool = False) -> list[Tensor]:
+    def logps(
+        self,
+        sequences: list[list[int]],
+        adapted: bool = True,
+        jitter: bool = False,
+        score: Callable[[Tensor, Tensor], Tensor] = plain_logps,
+    ) -> list[Tensor]:
         """
         Computes log-probabilities in nats, as [`policy_logps`] returns them.
 
@@ -287,6 +310,7 @@ class Reference:
             adapted (`bool`, *optional*, defaults to `True`): Whether the adapters are active.
             jitter (`bool`, *optional*, defaults to `False`): Whether each linear layer's output gets an error of up to
                 one rounding.
+            score (`Callable`, *optional*): As in [`policy_logps`].
         """
         device = self.engine.accelerator.device
         rounding = Rounding(device) if jitter else None
@@ -297,7 +321,7 @@ class Reference:
                 head = self.weights.base_model.get_output_embeddings()
                 hook = head.register_forward_hook(lambda module, args, output: rounding(output))
             try:
-                return policy_logps(self.engine.model, sequences, device)
+                return policy_logps(self.engine.model, sequences, device, score=score)
             finally:
                 if hook is not None:
                     hook.remove()

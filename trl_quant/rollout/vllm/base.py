@@ -22,6 +22,7 @@ from ..base import RolloutEngine, count_layers
 from ..engine import RolloutNoise
 from ..tensors import ties_embeddings
 from ..verify.kv_cache import UNQUANTIZED, KVCache
+from .speculation import Drafts
 from .support import compute_as_vllm
 
 
@@ -46,6 +47,9 @@ class VLLMBase(RolloutEngine):
         product_errors (`dict[int, float]`): Relative errors of the INT8 products; see [`~kernel_checks.int8_errors`].
         caches (`dict[int, KVCache]`): The quantized KV caches, by layer, with the scales of a fresh engine.
         syncs_to_check (`int`): Number of syncs until the next self-check.
+        drafts ([`~speculation.Drafts`] or `None`):
+            Counts of speculative decoding since the last [`take_metrics`]; `None` without it.
+        has_checked_drafts (`bool`): Whether samples of speculative decoding were found to be right.
     """
 
     def __init__(self, *args, sync_check_steps: int = 50, **kwargs):
@@ -63,6 +67,8 @@ class VLLMBase(RolloutEngine):
         self.product_errors: dict[int, float] = {}
         self.caches: dict[int, KVCache] = {}
         self.syncs_to_check = 1  # the first sync is checked
+        self.drafts: Drafts | None = None
+        self.has_checked_drafts = False
         self._failure: str | None = None
         self._non_finite: dict[str, Tensor] = {}
         self._started_model: set = set()  # `_model_traits` when the engine started
@@ -320,13 +326,20 @@ class VLLMBase(RolloutEngine):
     # Self-check
 
     def check_sync(self, quick: bool = False) -> dict[str, float]:
-        """Compares engine and policy without noise; see [`~rollout.verify.self_check.self_check`]."""
+        """
+        Compares engine and policy without noise; see [`~rollout.verify.self_check.self_check`]. A check that is not
+        `quick` also compares samples, where vLLM speculates; see [`~rollout.verify.speculation.check_speculation`].
+        """
         from ..verify.self_check import self_check
+        from ..verify.speculation import check_speculation
 
         self.ensure_ready()
         self.lay_noise(RolloutNoise())
         metrics = self_check(self, quick)
         if not quick:
+            if self.drafts is not None:
+                metrics |= check_speculation(self)
+                self.has_checked_drafts = True
             self.syncs_to_check = self.sync_check_steps
             self.mark_checked()
         self.sync_metrics = {**self.sync_metrics, **metrics}
@@ -340,4 +353,10 @@ class VLLMBase(RolloutEngine):
             is_due = self.syncs_to_check == 0 or self.function_changed()
             if is_due or woken:
                 self.check_sync(quick=not is_due)
+        elif self.drafts is not None and not self.has_checked_drafts:  # this check cannot be switched off
+            self.check_sync()
         self.lay_noise(self.noise)
+
+    def take_metrics(self) -> dict[str, float]:
+        taken = super().take_metrics()
+        return taken if self.drafts is None else taken | self.drafts.take(self.accelerator)

@@ -28,6 +28,7 @@ from ..verify.kv_cache import KVCache
 from ..weights import PolicyWeights
 from .base import VLLMBase
 from .sampling import nothing_left_behind, parameters, sampled, sampling_lean
+from .speculation import Drafts, counting_drafts
 from .support import (
     RANK_ON_CPU,
     adapter_arguments,
@@ -139,6 +140,8 @@ class VLLMEngine(VLLMBase):
                 {inputs: round(error, 4) for inputs, error in self.product_errors.items()},
             )
         started = self.llm.llm_engine.vllm_config
+        if started.speculative_config is not None:
+            self.drafts = Drafts()
         self.expect_caches(started.cache_config.cache_dtype, started.model_config.hf_config)
         # A policy that will be sharded has other fingerprints later. There only the self-check compares the base.
         is_on_trial = next(self.model.parameters()).is_meta  # a trial's policy gets its values later
@@ -218,6 +221,8 @@ class VLLMEngine(VLLMBase):
             arguments |= layout_arguments(entry.format, self.ignore, outside, device, prepared, arguments)
         elif entry.vllm.online and outside:
             arguments["quantization_config"] = {"ignore": outside}
+        from .loading import loader_arguments
+
         loader_options = {"wide_norms": True} if self.wide_norms else {}
         if self.exact:
             from .exact import exact_arguments
@@ -227,7 +232,7 @@ class VLLMEngine(VLLMBase):
         if self.lora_sync == "adapter":
             loader_options |= adapter_arguments(self.model, arguments)
             self._adapter_ranks = loader_options["adapter"]
-        return arguments | _loader_arguments(loader_options, arguments)
+        return arguments | loader_arguments(loader_options, arguments)
 
     # Sync
 
@@ -405,7 +410,7 @@ class VLLMEngine(VLLMBase):
         if self._group is not None and is_peft_model(self.model):
             # On some hardware vLLM's first collective hangs while NCCL still cleans up after that of small gradients
             torch.distributed.barrier(device_ids=[self.accelerator.local_process_index])
-        with nothing_left_behind(self.llm), self.sampling() as further:
+        with nothing_left_behind(self.llm), counting_drafts(self.llm, self.drafts), self.sampling() as further:
             options = self.tempering() | {"n": 1, "max_tokens": self.settings.max_completion_length, "logprobs": 0}
             options |= self.further_options() | further
             asked = partial(parameters, options, self.settings.structured_outputs_regex)
@@ -454,25 +459,6 @@ class VLLMEngine(VLLMBase):
 def _fingerprint(*tensors: Tensor) -> Hashable:
     """Returns the [`~rollout.fingerprint.fingerprint`] of some tensors."""
     return fingerprint(nn.ParameterList([nn.Parameter(tensor, requires_grad=False) for tensor in tensors]))
-
-
-def _loader_arguments(options: dict, given: dict) -> dict:
-    """
-    Returns the arguments of `LLM` that select our loader with its `options`. It wraps the loader that the `given`
-    arguments select.
-    """
-    if not options:
-        return {}
-    extra = given.get("model_loader_extra_config", {}) | options
-    wrapped = given.get("load_format", "trl_quant")
-    if wrapped != "trl_quant":
-        extra["load_format"] = wrapped
-    return {
-        "load_format": "trl_quant",
-        "model_loader_extra_config": extra,
-        # vLLM's cache of compiled models is keyed by its configuration, which includes this option but no loader's
-        "additional_config": {**given.get("additional_config", {}), "trl_quant": options},
-    }
 
 
 def _cached_blocks(llm) -> int:

@@ -86,3 +86,22 @@ def widen_norms(model: nn.Module, model_type: str) -> None:
     params = dict(model.named_parameters())
     for name in noised_norms(model_type, params):
         params[name].data = params[name].data.float()
+
+
+def loader_arguments(options: dict, given: dict) -> dict:
+    """
+    Returns the arguments of `LLM` that select our loader with its `options`. It wraps the loader that the `given`
+    arguments select.
+    """
+    if not options:
+        return {}
+    extra = given.get("model_loader_extra_config", {}) | options
+    wrapped = given.get("load_format", "trl_quant")
+    if wrapped != "trl_quant":
+        extra["load_format"] = wrapped
+    return {
+        "load_format": "trl_quant",
+        "model_loader_extra_config": extra,
+        # vLLM's cache of compiled models is keyed by its configuration, which includes this option but no loader's
+        "additional_config": {**given.get("additional_config", {}), "trl_quant": options},
+    }

@@ -8,7 +8,7 @@ With 256 completions of a 7B model, a decode step takes 8 ms on an H200 and 12 t
 | text for every token and its log-probability | no text, unless something needs it |
 | arrays and an object for each log-probability | one float |
 | an update of each completion's state at every token | one update, when the completion ends |
-| a search for cache blocks at every token | only when the last block is full |
+| a search for cache blocks at every token | only when the last block is full; with speculative decoding as in vLLM |
 | garbage collection of these objects | after the generation |
 
 The samples are the same, bit for bit. No code of vLLM is copied: the first row is an option of vLLM. For the other
@@ -132,11 +132,12 @@ def sampling_lean(llm, settings: SamplingSettings) -> Iterator[dict]:
         if not vllm.log_stats and not any(name in given for name in NEED_OUTPUTS):
             outputs, scheduler = vllm.output_processor, vllm.engine_core.engine_core.scheduler
             manager = scheduler.kv_cache_manager
-            blocks = BlocksWithRoom(manager, scheduler.block_size)
             update = partial(update_with_float_logps, scheduler.update_from_output)
             stack.enter_context(exchanged(outputs, process_outputs=HeldOutputs(outputs)))
             stack.enter_context(exchanged(scheduler, update_from_output=update))
-            stack.enter_context(exchanged(manager, allocate_slots=blocks.allocate, cache_blocks=blocks.cache))
+            if vllm.vllm_config.speculative_config is None:  # it takes several tokens a step, which may pass a block
+                blocks = BlocksWithRoom(manager, scheduler.block_size)
+                stack.enter_context(exchanged(manager, allocate_slots=blocks.allocate, cache_blocks=blocks.cache))
         if gc.isenabled():
             stack.callback(gc.enable)
             gc.disable()

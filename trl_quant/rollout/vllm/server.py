@@ -37,7 +37,6 @@ from ..verify.kv_cache import CACHE_FORMATS, UNQUANTIZED, KVCache
 from .base import VLLMBase
 from .client import Client, not_vllm, served_context
 from .support import (
-    SPECULATION,
     check_version,
     differences,
     outside_decoder,
@@ -162,7 +161,10 @@ class VLLMServerEngine(VLLMBase):
         if served["logprobs_mode"] != "processed_logprobs":
             faults.append(f"`--logprobs-mode {served['logprobs_mode']}`, and 'processed_logprobs' is needed")
         if info.get("speculative_config"):
-            faults.append(f"`--speculative-config`: {SPECULATION}")
+            faults.append(
+                "`--speculative-config`, whose log-probabilities may be wrong: a check of them would draw samples, and "
+                "so change the server's random state"
+            )
         transfer = info.get("weight_transfer_config")
         if transfer is None:
             faults.append(f"no `--weight-transfer-config`, and {BACKEND!r} is needed")

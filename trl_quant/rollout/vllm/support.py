@@ -79,14 +79,6 @@ SET_BY_TRL = {
 }
 
 
-# Seen with n-gram speculation in vLLM 0.31 on a CPU at temperature 1. tests/rollout/vllm/test_vllm_sampling.py repeats
-# it.
-SPECULATION = (
-    "speculative decoding returns NaN, or values that are nats away, for the log-probabilities of many sampled tokens, "
-    "and corrections and metrics need them"
-)
-
-
 def require_nccl(communicator, process: str) -> None:
     """
     Checks one end of the transfer of weights to a server.

@@ -189,13 +189,16 @@ def fill(policy: nn.Module, device: torch.device) -> None:
 def build(trial: Trial, precision: str) -> VLLMEngine:
     """
     Builds an engine like the run's, with a policy that gets memory only afterwards. Its completions ignore EOS, so that
-    all have the same length.
+    all have the same length. It does not speculate: a policy with random weights accepts other drafts than the run's.
     """
     sampling = dict(trial.settings.get("generation_kwargs") or {})
     sampling.pop("max_tokens", None)
     sampling.pop("min_tokens", None)
     sampling["ignore_eos"] = True
     settings = trial.settings | {"generation_kwargs": sampling, "sync_check_steps": 0}
+    given = dict(settings.get("engine_kwargs") or {})
+    given.pop("speculative_config", None)
+    settings["engine_kwargs"] = given
     engine = VLLMEngine(policy_like(trial), Accelerator(cpu=trial.on_cpu), None, precision=precision, **settings)
     fill(engine.model, engine.accelerator.device)
     return engine
