@@ -257,11 +257,16 @@ class Client(VLLMClient):
             adapter (`HTTPAdapter`): The connections, which many clients may share.
             is_ending (`Event`): Set before the request is ended.
         """
-        client, session = copy(self), copy(self.session)
-        session.headers = {**session.headers, "X-Request-Id": name}
-        session.adapters = {"http://": adapter, "https://": adapter}
-        client.session, client.is_ending = session, is_ending
+        session = requests.Session()
+        session.headers["X-Request-Id"] = name
+        for scheme in ("http://", "https://"):
+            session.mount(scheme, adapter)
+        client = copy(self)
+        client._send_by(session, is_ending)
         return client
+
+    def _send_by(self, session: requests.Session, is_ending: Event) -> None:
+        self.session, self.is_ending, self.was_ended = session, is_ending, False
 
     def end(self, names: Collection[str]) -> None:
         """
