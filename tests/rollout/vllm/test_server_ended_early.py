@@ -33,7 +33,6 @@ from trl_quant.rollout.vllm.client import Client
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 assert files_in_place_of_nccl  # a fixture of every test here
 MOST = 60  # tokens of a completion
-AT_A_TIME = 8  # completions that the server samples at a time
 ENDS = list(range(0, 250, 17))  # completions of many lengths
 VARIED = {"stop_token_ids": ENDS, "seed": 3}  # the seed makes samples at temperature 1 repeatable
 SOON = Request(PROMPTS[-1], sampled=[5] * 249)  # with `LONG`, it ends with its next token
@@ -217,3 +216,8 @@ def test_a_server_that_stops_ends_the_call_in_time(server, engine, monkeypatch):
         os.killpg(server.pid, signal.SIGCONT)
     engine.vllm_client.seconds = 60.0
     assert len(drawn(engine, [SOON], **LONG).token_ids[0]) == 1
+
+
+def test_the_end_of_no_request_is_not_asked_for():
+    """vLLM takes an empty list for all requests."""
+    Client.end(None, [])

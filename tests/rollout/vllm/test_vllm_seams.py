@@ -357,10 +357,12 @@ def test_flags_of_the_server():
 
 def test_endpoints_of_the_server():
     """The development endpoints that ours asks for, and the names by which a server knows requests."""
-    router = resolve("vllm.entrypoints.serve.dev.rlhf.api_router:router")
-    assert {"/pause", "/resume", "/abort_requests"} <= {route.path for route in router.routes}
     from trl_quant.rollout.vllm.client import ENDPOINTS
 
+    places = ("serve.dev.rlhf", "rl.online")  # below vLLM 0.32, and from then on
+    is_old = importlib.util.find_spec("vllm.entrypoints.serve.dev.rlhf") is not None
+    router = resolve(f"vllm.entrypoints.{places[0] if is_old else places[1]}.api_router:router")
+    assert {"/pause", "/resume", "/abort_requests"} <= {route.path for route in router.routes}
     for module, beginning in zip(("openai.completion", "scale_out.token_in_token_out"), ENDPOINTS, strict=True):
         source = inspect.getsource(resolve(f"vllm.entrypoints.{module}.serving"))
         assert f'f"{beginning}-{{self._base_request_id(raw_request' in source

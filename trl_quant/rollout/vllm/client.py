@@ -266,6 +266,7 @@ class Client(VLLMClient):
         return client
 
     def _send_by(self, session: requests.Session, is_ending: Event) -> None:
+        """Gives this client, a copy, a session of its own."""
         self.session, self.is_ending, self.was_ended = session, is_ending, False
 
     def end(self, names: Collection[str]) -> None:
