@@ -57,11 +57,12 @@ class Client(VLLMClient):
         was_ended (`bool`): Whether the last completion was ended so.
     """
 
+    is_ending, was_ended = Event(), False  # of a client that is not `named`; it ends nothing, so nobody sets the event
+
     def __init__(
         self, base_url: str, *, seconds: float | None, vocabulary: int, check: Callable[["Client"], None], **kwargs
     ):
         self.seconds, self.vocabulary, self.check, self.token = seconds, vocabulary, check, None
-        self.is_ending, self.was_ended = Event(), False
         super().__init__(base_url.rstrip("/"), **kwargs)
 
     @property
