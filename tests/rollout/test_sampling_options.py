@@ -17,6 +17,7 @@ from trl_quant.corrections import CORRECTIONS, CorrectionInputs
 from trl_quant.rollout import TransformersEngine
 from trl_quant.rollout.sampling_options import (
     BOTH,
+    FROM_THE_START,
     TRANSFORMERS,
     TWINS,
     UNSUPPORTED_GENERATION_KWARGS,
@@ -322,3 +323,10 @@ def test_every_sampling_parameter_of_vllm_is_judged():
     assert fields - {*VLLM, "temperature", *harmless.split()} == set()
     newer = {"thinking_token_budget", "trace_decode_token_ids"}  # than the oldest vLLM
     assert VLLM.keys() - fields - {"logits_processors"} <= newer
+    # These look at no token before the next, or count those of the prompt too; limits are reduced by the tokens so far
+    right = """n repetition_penalty temperature top_p top_k min_p stop_token_ids ignore_eos max_tokens min_tokens
+        logit_bias allowed_token_ids logprobs prompt_logprobs prompt_logprob_token_ids prompt_logprob_start
+        logprob_token_ids flat_logprobs detokenize skip_special_tokens spaces_between_special_tokens
+        include_stop_str_in_output output_kind stream_interval skip_clone skip_reading_prefix_cache
+        routed_experts_prompt_start output_text_buffer_length watermarking"""
+    assert fields - FROM_THE_START.keys() == fields & {*right.split()}

@@ -32,6 +32,7 @@ from .engine import Engine, Enough, Request, RolloutNoise, Samples
 from .faults import fault_of
 from .fingerprint import fingerprint
 from .function import first_change, function_of
+from .sampling_options import breaks_when_continued
 from .settings import divided
 from .tokenizer import check_tokenizer, id_list
 from .weights import PolicyWeights
@@ -185,7 +186,8 @@ class RolloutEngine:
             processed (`Mapping`, *optional*): The processor's results for the requests' images, such as `pixel_values`.
 
         Raises:
-            `ValueError`: A request has as many tokens already as its completion may have.
+            `ValueError`: A request has as many tokens already as its completion may have, or a sampling option would
+                act otherwise on the rest of a completion than on the whole.
             `RuntimeError`: A policy cannot have sampled this; see [`~rollout.answers.fault_of_samples`].
         """
         most = self.settings.most_tokens
@@ -195,6 +197,13 @@ class RolloutEngine:
                 raise ValueError(
                     f"Request {row} has {found} sampled tokens already, and its completion may have {most}."
                 )
+        settings = self.settings
+        wrong = breaks_when_continued(settings.generation_kwargs, settings.structured_outputs_regex)
+        if wrong and any(request.sampled for request in requests):
+            raise ValueError(
+                f"A request has `sampled` tokens, and the options {wrong} act on a completion from its start: the "
+                "rest would be sampled otherwise than in one call. Leave them unset, or sample whole completions."
+            )
         given = {} if enough is None else {"enough": enough}
         if processed and not self.reads_images:
             given["processed"] = processed

@@ -8,8 +8,12 @@ run's `temperature`, and applies no other option. An option that changes the sam
 
 as an error of the number format would. Options that only end a completion (`stop`, `ignore_eos`, `max_tokens`) or seed
 the random numbers (`seed`) do not change w.
+
+A later call may go on with a completion, whose tokens so far then count as its prompt. Some options need to know which
+tokens were sampled, and where the completion began: see [`breaks_when_continued`].
 """
 
+from collections.abc import Mapping
 from numbers import Integral
 
 
@@ -41,6 +45,31 @@ TRANSFORMERS = BOTH | {
     "exponential_decay_length_penalty": (),
     "forced_bos_token_id": (),
     "forced_eos_token_id": (),
+}
+# Options that act otherwise on the rest of a completion than on a whole one -> values with which they have no effect.
+# `max_tokens`, `min_tokens` and `min_new_tokens` do not: the engines subtract the tokens so far.
+FROM_THE_START = {
+    # vLLM's
+    "presence_penalty": (0,),  # they count the sampled tokens
+    "frequency_penalty": (0,),
+    "bad_words": (),  # the beginning of a word is looked for among the sampled tokens
+    "stop": (),  # so is that of a string
+    "repetition_detection": (),  # and that of a repeated pattern
+    "structured_outputs": (),  # the grammar begins with the first sampled token
+    "thinking_token_budget": (-1,),
+    "trace_decode_token_ids": (),
+    "seed": (),  # the random numbers begin again
+    "logits_processors": (),  # from `vllm_engine_kwargs`; what they read is unknown, as are their arguments
+    "extra_args": (),
+    "vllm_xargs": (),
+    # transformers'
+    "encoder_repetition_penalty": (1,),  # they read the prompt
+    "encoder_no_repeat_ngram_size": (0,),
+    "guidance_scale": (1,),  # the unconditional model reads what follows the prompt's last token
+    "min_length": (0,),  # it counts the padding
+    "begin_suppress_tokens": (),  # they count from the first sampled token
+    "exponential_decay_length_penalty": (),
+    "forced_eos_token_id": (),  # it comes where the longest rest of a batch ends
 }
 FIELDS = ("temperature", *BOTH)  # fields of TRL's configuration that `generation_kwargs` override
 # Options that the embedded engine refuses, because transformers applies them after our log-probabilities are taken,
@@ -106,6 +135,24 @@ def biasing_options(args) -> dict[str, object]:
         options["logits_processors"] = args.vllm_engine_kwargs.get("logits_processors")
     neutral = (VLLM if args.use_vllm else TRANSFORMERS) | {"temperature": (args.temperature,)}
     return {name: options[name] for name in neutral if name in options and acts(options[name], neutral[name])}
+
+
+def breaks_when_continued(
+    generation_kwargs: Mapping[str, object] | None, regex: str | None = None, logits_processors=None
+) -> list[str]:
+    """
+    Returns the sampling options with which a later call samples the rest of a completion otherwise than one call would
+    have sampled the whole.
+
+    Args:
+        generation_kwargs (`Mapping` or `None`): The options by the engine's names.
+        regex (`str`, *optional*): The regular expression that completions match.
+        logits_processors (`list`, *optional*): vLLM's, from `vllm_engine_kwargs`.
+    """
+    options = {**(generation_kwargs or {}), "logits_processors": logits_processors}
+    if regex is not None:
+        options["structured_outputs"] = regex
+    return [name for name, neutral in FROM_THE_START.items() if acts(options.get(name), neutral)]
 
 
 def check_supported(generation_kwargs: dict) -> None:

@@ -1,9 +1,11 @@
 """What we ask vLLM for is what TRL asks it for: engines, samples in this process, and samples of a server."""
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import requests
 import torch
 from accelerate import Accelerator
 from PIL import Image
@@ -17,8 +19,9 @@ import vllm
 from vllm_engines import engine, policy
 
 from trl_quant.rollout import VLLMEngine, VLLMServerEngine
-from trl_quant.rollout.engine import Request, requests_for
+from trl_quant.rollout.engine import Request, Samples, requests_for
 from trl_quant.rollout.trl_face import QuantGeneration
+from trl_quant.rollout.vllm import server as vllm_server
 from trl_quant.rollout.vllm.server import placed
 
 
@@ -175,7 +178,68 @@ def test_prompts_and_images_must_agree(served):
     assert placed(None, [9], 9) is None
 
 
-@pytest.mark.parametrize("given", [{"enough": any}, {"sampled": [5]}])
-def test_a_server_leaves_nothing_unfinished(served, given):
-    with pytest.raises(ValueError, match="returns all completions in one answer"):
-        served.sample([Request([9, 5], sampled=given.get("sampled", []))], given.get("enough"))
+class Apart(Asked):
+    """Requests of their own are answered in the same way. The last one is not whole when they are ended."""
+
+    base_url, session = "http://server", requests.Session()
+
+    def named(self, name, adapter, is_ending):
+        one = copy.copy(self)
+        one.is_ending, one.was_ended = is_ending, False
+        return one
+
+    def generate_unguarded(self, prompts, features, n, logprobs, **given):
+        self.was_ended = prompts[0][-1] == 4 and self.is_ending.wait(5)
+        return self.generate(prompts, n, features=features, **given)
+
+    def end(self, names):
+        pass
+
+    def require_token(self):
+        self.calls.append("token")
+
+
+def test_a_server_is_asked_for_each_completion_that_may_end_early(served):
+    """With the limits of the rest, the images of the prompt, and the seed of its copy."""
+    served.vllm_client = Apart()
+    options = {"max_tokens": 7, "min_tokens": 2, "seed": 3, "temperature": 0.5}
+    served.settings = replace(served.settings, generation_kwargs=options, min_p=0.25)
+    prompt, flags = [9, 5, 9, 6], []
+    pair = [Request(prompt, ["red", "blue"], 2, sampled) for sampled in ([9, 7, 8], [4])]
+    samples = served.sample([*pair, Request([1, 2])], lambda ended: flags.append(ended) or sum(ended) == 2)
+    assert samples.ended == [True, False, True] == flags[-1] and sum(flags[0]) == 1 and len(flags) == 2
+    assert samples.token_ids == [[8, EOS], [4, EOS], [2, EOS]] and samples.logps == [[0, -1]] * 3
+    images, *calls, token = served.vllm_client.calls
+    assert images == [["red", "blue"], None] and token == "token"  # both once
+    calls = sorted(calls, key=lambda call: len(call["prompts"][0]))
+    assert [call["prompts"] for call in calls] == [[[1, 2]], [[*prompt, 4]], [[*prompt, 9, 7, 8]]]
+    sent = [call["generation_kwargs"] for call in calls]
+    assert [[own[name] for name in ("max_tokens", "min_tokens", "seed")] for own in sent] == [
+        [7, 2, 3],
+        [6, 1, 4],
+        [4, 0, 3],
+    ]
+    assert all(call["n"] == 1 and call["min_p"] == 0.25 and own["temperature"] == 0.5 for call, own in zip(calls, sent))
+    places = [{"offset": 0, "length": 1}, {"offset": 2, "length": 1}]  # the token 9 that was sampled is no image
+    assert [call["features"][0] and call["features"][0]["mm_placeholders"]["image"] for call in calls] == [
+        None,
+        places,
+        places,
+    ]
+
+
+def test_a_server_is_asked_about_the_requests_of_all_ranks(served, monkeypatch):
+    """`enough` sees them in the order of the ranks, and each rank gets its own samples."""
+    served.vllm_client, others = Apart(), [Request([1, 3], sampled=[7]), Request([1, 4])]
+    monkeypatch.setattr(vllm_server, "gather_object", lambda given: [*([2] if given == [1] else others), *given])
+    flags = []
+    for rank, token in ((1, 6), (0, 7)):
+        served.accelerator = SimpleNamespace(is_main_process=True, process_index=rank)
+        samples = served.sample([Request([5, 6])], lambda ended: flags.append(ended) or sum(ended) == 2)
+        assert samples == Samples([[token, EOS]], [[0, -1]], [True]) and flags[-1] == [True, False, True]
+
+
+def test_a_server_goes_on_without_an_early_end(served):
+    served.vllm_client = Apart()
+    samples = served.sample([Request([9, 5], sampled=[7]), Request([6])])
+    assert samples == Samples([[7, EOS], [6, EOS]], [[0, -1]] * 2)

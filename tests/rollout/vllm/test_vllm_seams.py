@@ -48,9 +48,9 @@ NAMES = {
         model_loader_extra_config quantization quantization_config seed skip_tokenizer_init speculative_config
         tensor_parallel_size trust_remote_code worker_cls""",
     "vllm:ModelRegistry": "get_supported_archs",
-    "vllm:SamplingParams": """__struct_fields__ detokenize ignore_eos logprobs max_tokens prompt_logprobs
-        skip_reading_prefix_cache temperature""",
-    "vllm.sampling_params": "StructuredOutputsParams",
+    "vllm:SamplingParams": """__struct_fields__ detokenize ignore_eos logprobs max_tokens min_tokens prompt_logprobs
+        seed skip_reading_prefix_cache temperature""",
+    "vllm.sampling_params": "RepetitionDetectionParams StructuredOutputsParams",
     "vllm.engine.arg_utils": "AsyncEngineArgs",
     "vllm.model_executor.kernels": "linear",
     "vllm.model_executor.kernels.linear": "_POSSIBLE_INT8_KERNELS",
@@ -357,6 +357,20 @@ def test_flags_of_the_server():
     flags = {flag.replace("-", "_") for flag in re.findall(r" --([a-z-]+)", command)}
     assert {"host", "port", "trust_remote_code"} <= flags
     assert flags - {"host", "port"} <= resolve("vllm:EngineArgs").__dataclass_fields__.keys()
+
+
+def test_endpoints_of_the_server():
+    """The development endpoints that ours asks for, and the names by which a server knows requests."""
+    from trl_quant.rollout.vllm.client import ENDPOINTS
+
+    places = ("serve.dev.rlhf", "rl.online")  # below vLLM 0.32, and from then on
+    is_old = importlib.util.find_spec("vllm.entrypoints.serve.dev.rlhf") is not None
+    router = resolve(f"vllm.entrypoints.{places[0] if is_old else places[1]}.api_router:router")
+    assert {"/pause", "/resume", "/abort_requests"} <= {route.path for route in router.routes}
+    for module, beginning in zip(("openai.completion", "scale_out.token_in_token_out"), ENDPOINTS, strict=True):
+        source = inspect.getsource(resolve(f"vllm.entrypoints.{module}.serving"))
+        assert f'f"{beginning}-{{self._base_request_id(raw_request' in source
+    assert "X-Request-Id" in inspect.getsource(resolve("vllm.entrypoints.serve.engine.serving"))
 
 
 def test_facts():

@@ -70,6 +70,19 @@ class _Likeliest(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter(-1, scores.argmax(-1, keepdim=True), 0.0)
 
 
+class _Least(LogitsProcessor):
+    """Forbids the `end_ids` to each row until it has sampled the `least` number of tokens, (B,)."""
+
+    def __init__(self, least: Tensor, end_ids: list[int]):
+        self.least, self.end_ids, self.tokens = least, torch.tensor(end_ids, device=least.device), 0
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        is_end = torch.isin(torch.arange(scores.shape[-1], device=scores.device), self.end_ids)
+        is_forbidden = is_end & (self.least > self.tokens)[:, None]  # (B, vocabulary)
+        self.tokens += 1
+        return scores.masked_fill(is_forbidden, -torch.inf)
+
+
 class _Ends(StoppingCriteria):
     """
     Says where each row ends: with one of `end_ids`, with one of the `strings`, after the `rest` of its tokens, (B,), or
@@ -341,6 +354,10 @@ class TransformersEngine(RolloutEngine):
         rest = [(most or sys.maxsize) - len(request.sampled) for request in requests]
         if most is not None:
             options["max_new_tokens"] = max(rest)
+        if any(request.sampled for request in requests) and options.get("min_new_tokens") and end_ids:
+            least = [options["min_new_tokens"] - len(request.sampled) for request in requests]
+            processors.insert(0, _Least(torch.tensor(least, device=device), end_ids))
+            options["min_new_tokens"] = None
         config = GenerationConfig(**defaults | options | fixed)
         self.copy.generation_config = config
 

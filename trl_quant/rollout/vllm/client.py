@@ -13,14 +13,17 @@ synced since has that run's token, or none if that run does not know of tokens, 
 """
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from copy import copy
 from functools import partial
+from threading import Event
 from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
 
 import requests
+from requests.adapters import HTTPAdapter
 from trl.generation.vllm_client import VLLMClient
 
 from ..address import without_password
@@ -30,6 +33,9 @@ from .support import require_nccl
 
 
 PARTS = ("completion_ids", "logprobs", "logprob_token_ids")
+DROPPED = "abort"  # vLLM's reason for the end of a completion that was ended from outside
+# What vLLM adds to a request's name, before and after it: for tokens, and for tokens with features of images
+ENDPOINTS = {"cmpl": "-0", "generate-tokens": ""}
 ANSWER_SHOWN = 200  # characters of an answer that an error message shows
 # Seconds that a transfer may take beyond the limit of its requests. A request then fails first, with a better message
 TRANSFER_SLACK = 10.0
@@ -47,7 +53,11 @@ class Client(VLLMClient):
 
     Attributes:
         token (`str` or `None`): The token of the last sync; `None` before the first.
+        is_ending (`Event`): Set before [`end`] ends the requests of this client. Only those of a [`named`] one are.
+        was_ended (`bool`): Whether the last completion was ended so.
     """
+
+    is_ending, was_ended = Event(), False  # of a client that is not `named`; it ends nothing, so nobody sets the event
 
     def __init__(
         self, base_url: str, *, seconds: float | None, vocabulary: int, check: Callable[["Client"], None], **kwargs
@@ -90,11 +100,16 @@ class Client(VLLMClient):
         return answer
 
     def _post(self, url: str, **kwargs) -> dict:
-        """Calls TRL's method. Raises `RuntimeError` for completions that the server has dropped before their end."""
+        """
+        Calls TRL's method. Raises `RuntimeError` for completions that the server has dropped before their end, unless
+        this client has asked for it.
+        """
         answer = super()._post(url, **kwargs)
         choices = answer.get("choices") if isinstance(answer, dict) else None
-        fault = fault_of_end(choice["finish_reason"] for choice in choices or ())
-        if fault is not None:
+        reasons = [choice["finish_reason"] for choice in choices or ()]
+        self.was_ended = self.is_ending.is_set() and reasons == [DROPPED]
+        fault = fault_of_end(reasons)
+        if fault is not None and not self.was_ended:
             raise RuntimeError(f"The vLLM server at {self.shown} returned samples that cannot be used: {fault}.")
         return answer
 
@@ -204,16 +219,25 @@ class Client(VLLMClient):
 
     # Samples
 
-    def generate(self, prompts, *args, n: int = 1, **kwargs) -> dict[str, list]:
+    def generate(self, prompts, *args, **kwargs) -> dict[str, list]:
+        """Same as [`generate_unguarded`]. Raises `RuntimeError` if the samples are not from the last sync's weights."""
+        samples = self.generate_unguarded(prompts, *args, **kwargs)
+        self.require_token()
+        return samples
+
+    def generate_unguarded(self, prompts, *args, n: int = 1, **kwargs) -> dict[str, list]:
         """
-        Calls TRL's method. Raises `RuntimeError` if samples are incomplete, belong to other prompts, or were not drawn
-        from the last sync's weights.
+        Calls TRL's `generate`, and does not ask which weights the server holds: see [`require_token`].
+
+        Raises:
+            `RuntimeError`: Samples are incomplete or belong to other prompts.
         """
         with self._foreign_answers_explained("a request for samples"):
             samples = super().generate(prompts, *args, n=n, **kwargs)
         given = kwargs.get("generation_kwargs") or {}
         most = given.get("max_tokens", kwargs.get("max_tokens"))
         asked = {"count": n * len(prompts), "vocabulary": self.vocabulary, "most": most}
+        asked["ended"] = [False] if self.was_ended else None
         wrong = None
         if samples["prompt_ids"] != prompts and not isinstance(prompts[0], str):
             wrong = "they complete other prompts than the requested ones"
@@ -222,8 +246,41 @@ class Client(VLLMClient):
         wrong = fault_of_samples(*map(samples.get, PARTS), **asked) or wrong
         if wrong is not None:
             raise RuntimeError(f"The vLLM server at {self.shown} returned samples that cannot be used: {wrong}.")
-        self.require_token()
         return samples
+
+    def named(self, name: str, adapter: HTTPAdapter, is_ending: Event) -> "Client":
+        """
+        Returns a client for one request, which has a name by which [`end`] ends it. Each thread needs a client of its
+        own.
+
+        Args:
+            name (`str`): The request's name, which no other request has.
+            adapter (`HTTPAdapter`): The connections, which many clients may share.
+            is_ending (`Event`): Set before the request is ended.
+        """
+        session = requests.Session()
+        session.headers["X-Request-Id"] = name
+        for scheme in ("http://", "https://"):
+            session.mount(scheme, adapter)
+        client = copy(self)
+        client._send_by(session, is_ending)
+        return client
+
+    def _send_by(self, session: requests.Session, is_ending: Event) -> None:
+        """Gives this client, a copy, a session of its own."""
+        self.session, self.is_ending, self.was_ended = session, is_ending, False
+
+    def end(self, names: Collection[str]) -> None:
+        """
+        Asks the server to end the requests of [`named`] clients. It answers them at once, with the tokens that they
+        have. Requests that have not arrived yet, or have been answered, are not ended.
+        """
+        if not names:  # vLLM would end the requests of all clients
+            return
+        ids = [f"{endpoint}-{name}{part}" for name in names for endpoint, part in ENDPOINTS.items()]
+        # A server may be several processes, which know only the requests of their own connections
+        headers = {"Connection": "close"}
+        self._post(f"{self.base_url}/abort_requests", json={"request_ids": ids}, headers=headers)
 
 
 def not_vllm(url: str, seconds: float) -> str | None:

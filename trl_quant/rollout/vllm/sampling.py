@@ -58,8 +58,13 @@ def parameters(options: dict, regex: str | None, tokens: int = 0):
         structured = StructuredOutputsParams(regex=regex)
     elif isinstance(structured, dict):
         structured = StructuredOutputsParams(**structured)
-    most = None if options["max_tokens"] is None else options["max_tokens"] - tokens
-    return SamplingParams(**options | {"structured_outputs": structured, "max_tokens": most})
+    return SamplingParams(**reduced(options, tokens) | {"structured_outputs": structured})
+
+
+def reduced(options: dict, tokens: int) -> dict:
+    """Returns sampling parameters with their limits, `max_tokens` and `min_tokens`, less the `tokens` so far."""
+    limits = {name: options[name] for name in ("max_tokens", "min_tokens") if options.get(name) is not None}
+    return options | {name: max(0, limit - tokens) for name, limit in limits.items()}
 
 
 def vllm_prompt(request: Request) -> dict:

@@ -36,6 +36,8 @@ from ..limits import finished_within
 from ..verify.kv_cache import CACHE_FORMATS, UNQUANTIZED, KVCache
 from .base import VLLMBase
 from .client import Client, not_vllm, served_context
+from .sampling import reduced
+from .separate import sampled_separately
 from .support import (
     check_version,
     differences,
@@ -231,41 +233,58 @@ class VLLMServerEngine(VLLMBase):
     def sample(self, requests: list[Request], enough: Enough | None = None) -> Samples:
         """
         Samples one completion for each request. All ranks must call it: the first one sends the requests of all ranks
-        to the server, which samples the copies of a prompt together.
+        to the server, and asks its `enough` about all of them. The server samples the copies of a prompt together,
+        unless the call may end early or goes on with completions.
 
         Raises:
-            `ValueError`: `enough` is given, or a request has `sampled` tokens. One answer brings all completions.
             `RuntimeError`: The server's answer cannot be used; see [`~client.Client.generate`].
         """
-        if enough is not None or any(request.sampled for request in requests):
-            raise ValueError("A vLLM server returns all completions in one answer, so none can be left unfinished.")
         counts, everyones = gather_object([len(requests)]), gather_object(requests)
-        result = [self._served(everyones) if self.accelerator.is_main_process else None]
+        result = [self._served(everyones, enough) if self.accelerator.is_main_process else None]
         broadcast_object_list(result, from_process=0)
         start = sum(counts[: self.accelerator.process_index])
-        token_ids, logps = (rows[start : start + len(requests)] for rows in result[0])
-        return Samples(token_ids, logps)
+        own = slice(start, start + len(requests))
+        served, ended = result[0], result[0].ended
+        return Samples(served.token_ids[own], served.logps[own], ended and ended[own])
 
-    def _served(self, requests: list[Request]) -> tuple[list[list[int]], list[list[float | None]]]:
-        """Returns the token ids and the log-probabilities with which the server answers the requests of all ranks."""
-        copies = requests[0].copies
-        asked = requests[::copies]
-        prompts, features = [request.prompt for request in asked], None
-        if any(request.images is not None for request in requests):
-            token = self.processing_class.image_token_id
-            found = self.vllm_client.image_features([request.images for request in asked])
-            features = [placed(*pair, token) for pair in zip(found, prompts, strict=True)]
+    def _served(self, requests: list[Request], enough: Enough | None) -> Samples:
+        """Returns the samples with which the server answers the requests of all ranks."""
+        firsts: list[int] = []  # for each request, the number of the first one with its prompt
+        while len(firsts) < len(requests):
+            firsts += [len(firsts)] * requests[len(firsts)].copies
+        features = self._features(requests, sorted(set(firsts)))
+        fixed = {"structured_outputs_regex": self.settings.structured_outputs_regex, **self.tempering()}
+        options = {"max_tokens": self.settings.max_completion_length, **self.further_options()}
+        if enough is not None or any(request.sampled for request in requests):
+            calls = []
+            for number, (request, first) in enumerate(zip(requests, firsts, strict=True)):
+                own = reduced(options, len(request.sampled))
+                if own.get("seed") is not None:
+                    own["seed"] += number - first  # as vLLM seeds the copies of a prompt
+                images = None if features is None else [features[first]]
+                calls.append({"prompts": [request.given], "features": images, "generation_kwargs": own, **fixed})
+            return sampled_separately(self.vllm_client, calls, enough)
         answer = self.vllm_client.generate(
-            prompts,
-            features=features,
-            n=copies,
+            [requests[first].prompt for first in sorted(set(firsts))],
+            features=None if features is None else list(features.values()),
+            n=requests[0].copies,
             max_tokens=self.settings.max_completion_length,
             logprobs=0,
-            structured_outputs_regex=self.settings.structured_outputs_regex,
             generation_kwargs=self.further_options(),
-            **self.tempering(),
+            **fixed,
         )
-        return answer["completion_ids"], [[logp for (logp,) in row] for row in answer["logprobs"]]
+        return Samples(answer["completion_ids"], [[logp for (logp,) in row] for row in answer["logprobs"]])
+
+    def _features(self, requests: list[Request], asked: list[int]) -> dict[int, dict | None] | None:
+        """
+        Lets the server process the images of the requests with the numbers `asked`. Returns the features by these
+        numbers, with the places of the images in the prompts; `None` if no request has images.
+        """
+        if all(request.images is None for request in requests):
+            return None
+        found = self.vllm_client.image_features([requests[number].images for number in asked])
+        token, pairs = self.processing_class.image_token_id, zip(asked, found, strict=True)
+        return {number: placed(features, requests[number].prompt, token) for number, features in pairs}
 
     # Self-check
 
