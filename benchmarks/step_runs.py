@@ -139,7 +139,7 @@ def limits_of(run: dict, machine: str, arguments: dict, lengths: list[list[int]]
     Returns the least seconds of a run's sampling and of its policy's update: medians over the steps. A critic is left
     out. See `limits.py`.
     """
-    rollout, _, train = parts_of(run["trainer"])[1].partition("+")[0].partition("/")
+    rollout, _, train = parts_of(run["trainer"])[1].partition("@")[0].partition("+")[0].partition("/")
     rollout = "bf16" if rollout.startswith("trl") else rollout
     train = train.partition("/")[0] or "bf16"
     step = (arguments["prompt"], arguments["generations"])
@@ -190,7 +190,11 @@ def print_table(
             line.append(f"{statistics.median(seconds):.2f}" if any(seconds) else "0")
         sampled = []
         for run in found:  # which may have fewer steps than another
-            sampled += [count / seconds for count, seconds in zip(tokens, seconds_of([run], shape, "sampling"))]
+            counts = tokens
+            if "in_flight" in run["results"][shape]:  # a step returns other completions than it starts
+                _, *entries = run["results"][shape]["in_flight"]
+                counts = [entry["completions/mean_length"] * len(lengths[0]) for entry in entries]
+            sampled += [count / seconds for count, seconds in zip(counts, seconds_of([run], shape, "sampling"))]
         line.append(f"{statistics.median(sampled):.0f}")
         line.append(f"{max(run['results'][shape]['peak_bytes'] for run in found) / 2**30:.1f}")
         line.append(f"{max(run['load'][0] for run in found):.1f}")

@@ -217,6 +217,10 @@ CASES = {
         Case("which replaces groups", fields={**INT8, "rollouts_in_flight": 2.0, "dynamic_sampling_rounds": 1}),
         Case("denoises all completions", DIFFUSION, {**INT8, "rollouts_in_flight": 2.0}),
         Case(
+            "which count from the start of a completion",
+            fields={**VLLM, "rollouts_in_flight": 2.0, "generation_kwargs": {"frequency_penalty": 0.5}},
+        ),
+        Case(
             "cannot be combined with `tools` and `rollout_func`",
             fields={**INT8, "rollouts_in_flight": 2.0},
             others={"tools": [print], "rollout_func": print},

@@ -9,6 +9,7 @@ from ...precisions import in_vllm
 from ...rollout.sampling_options import (
     UNSUPPORTED_GENERATION_KWARGS,
     biasing_options,
+    breaks_when_continued,
     check_option_types,
     check_supported,
     not_taken,
@@ -72,6 +73,15 @@ def _is_partial(run: Given) -> bool:
     return run.args.rollouts_in_flight > 1
 
 
+def _broken_by_carrying(run: Given) -> list[str]:
+    """Returns the sampling options that act otherwise on a completion that goes on in a later generation."""
+    args = run.args
+    processors = (args.vllm_engine_kwargs or {}).get("logits_processors")
+    return breaks_when_continued(
+        args.generation_kwargs, getattr(args, "vllm_structured_outputs_regex", None), processors
+    )
+
+
 def _speakers(run: Given) -> str:
     """Names the arguments of a run that give a completion several turns."""
     given = [name for name in ("tools", "rollout_func", "environment_factory") if run.others.get(name)]
@@ -132,6 +142,13 @@ RULES = (
         when=lambda run: _is_partial(run) and run.args.denoises,
         message="`rollouts_in_flight`={args.rollouts_in_flight!r}: a masked diffusion model denoises all completions "
         "together, and none ends before the others. Leave it at 1.",
+    ),
+    Rule(
+        ("rollouts_in_flight", "generation_kwargs"),
+        when=lambda run: _is_partial(run) and _broken_by_carrying(run),
+        message="`rollouts_in_flight`={args.rollouts_in_flight!r} cannot be combined with the sampling options {found}, "
+        "which count from the start of a completion: an engine that goes on with one would not know of its first "
+        "tokens. Remove them, or set it to 1.",
     ),
     Rule(
         ("rollouts_in_flight",),
