@@ -277,6 +277,7 @@ FEATURES = {
     "`exact_rollouts`": [{**COLOCATED, "train_precision": "int8", "exact_rollouts": True}],
     "`pack_sequences`": [{"pack_sequences": True}],
     '`lora_sync="adapter"`': [{**COLOCATED, "lora_sync": "adapter"}],
+    "[`rollouts_in_flight`]": [{"rollouts_in_flight": 2.0}, {**COLOCATED, "rollouts_in_flight": 2.0}],
     "`dynamic_sampling_rounds`": [{"dynamic_sampling_rounds": 2}],
 }
 

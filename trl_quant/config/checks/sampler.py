@@ -146,9 +146,9 @@ RULES = (
     Rule(
         ("rollouts_in_flight", "generation_kwargs"),
         when=lambda run: _is_partial(run) and _broken_by_carrying(run),
-        message="`rollouts_in_flight`={args.rollouts_in_flight!r} cannot be combined with the sampling options {found}, "
-        "which count from the start of a completion: an engine that goes on with one would not know of its first "
-        "tokens. Remove them, or set it to 1.",
+        message="`rollouts_in_flight`={args.rollouts_in_flight!r} cannot be combined with the sampling options "
+        "{found}, which count from the start of a completion: an engine that goes on with one would not know of its "
+        "first tokens. Remove them, or set it to 1.",
     ),
     Rule(
         ("rollouts_in_flight",),
