@@ -19,8 +19,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 import file_transfer
 import requests
 from accelerate import Accelerator
-from servers import FILES, PROCESSED, files_in_place_of_nccl, serve, wait_for
+from servers import FILES, PROCESSED, files_in_place_of_nccl, serve, trainer_of, wait_for
 from tiny import save_tiny, tiny_tokenizer
+from training import metrics
 from transformers import AutoModelForCausalLM
 from vllm_sampling import PROMPTS
 
@@ -230,3 +231,24 @@ def test_a_server_that_stops_ends_the_call_in_time(server, engine, monkeypatch):
 def test_the_end_of_no_request_is_not_asked_for():
     """vLLM takes an empty list for all requests."""
     Client.end(None, [])
+
+
+def test_a_run_with_rollouts_in_flight(tmp_path, server, monkeypatch):
+    """Groups go on in the next generation; each prompt is sampled once, and the server keeps nothing of them."""
+    monkeypatch.setattr(file_transfer, "FILE", Path(f"{server.model}.pt"))
+    seen = []
+
+    def reward(prompts, completion_ids, **kwargs):
+        seen.extend(zip(prompts, map(tuple, completion_ids), strict=True))
+        return [float(sum(ids) % 5) for ids in completion_ids]
+
+    settings = {"rollouts_in_flight": 2.0, "num_generations": 2, "per_device_train_batch_size": 4, "max_steps": 4}
+    settings |= {"max_completion_length": 40, "generation_kwargs": {"stop_token_ids": list(range(0, 250, 13))}}
+    settings |= {"sync_check_steps": 0, "reward_funcs": reward}
+    trainer = trainer_of(tmp_path, server.url, server.model, "bf16", **settings)
+    trainer.train()
+    logs = [log for log in metrics(trainer) if "loss" in log]
+    assert len(logs) == 4 and sum(log["rollouts/carried"] for log in logs) > 0 and not trainer.pool.groups
+    assert len({prompt for prompt, _ in seen}) == 8 and len(seen) == 16
+    young = [log["mismatch/by_age/0"] for log in logs if "mismatch/by_age/0" in log]
+    assert young and max(young) < 1e-3
