@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from trl_quant import DiffusionGRPOConfig, QuantGRPOConfig, QuantPPOConfig, QuantRLOOConfig
-from trl_quant.report import measured
-from trl_quant.report.memory import Shape, estimate
+from trl_quant.report import measured, plan
+from trl_quant.report.memory import Shape, cache_of, completions_in_flight, estimate
 from trl_quant.rollout.embedded.diffusion import Schedule, denoise
 
 
@@ -153,7 +153,7 @@ def runs_of_steps() -> list:
     for path in sorted(RESULTS.glob("step-*.json.xz")):
         content = read_results(path)
         for run in content["runs"]:
-            method, _, name = run["trainer"].partition("+")[0].removesuffix("/exact").rpartition(":")
+            method, _, name = run["trainer"].partition("@")[0].partition("+")[0].removesuffix("/exact").rpartition(":")
             if method == "ppo":
                 continue
             given = content["arguments"] | {"lengths": content["lengths"], "method": method} | run
@@ -336,6 +336,8 @@ def test_parts_follow_the_settings(shapes, tmp_path):
     assert parts(**colocated | {"vllm_mode": "server"})["engine"] == 0
     given = parts(**colocated, vllm_engine_kwargs={"kv_cache_memory_bytes": 10**9})
     assert given["engine"] == 10**9 + shape.linear + 2 * shape.other
+    in_flight = {"rollout_precision": "int8", "rollouts_in_flight": 2.5, "max_staleness": 2}  # 3 groups of 2, not 1
+    assert parts(**in_flight)["cache"] == 3 * parts(rollout_precision="int8")["cache"]
     assert parts(rank=0, optim="adamw_torch_4bit")["optimizer"] == shape.parameters
     assert parts(rank=0, optim="lion_8bit")["optimizer"] == shape.parameters
     assert parts(rank=0, optim="lion_32bit")["optimizer"] == 2 * shape.parameters
@@ -441,3 +443,23 @@ def test_a_run_with_other_settings_is_told_in_what_it_differs(cost):
         assert "s a step" not in told
     told = cost(rollout_precision="fp8", **MEASURED | {"max_completion_length": 1200})  # a sixth more
     assert told.startswith("12.99 s")
+
+
+@pytest.mark.parametrize(("size", "cache"), [(2, "auto"), (1, "fp8")])
+def test_what_is_in_flight_and_whether_the_cache_holds_it(shapes, tmp_path, size, cache):
+    """By hand: 64 completions in 8 groups of 8, of 256 + 4096 tokens, and 12 groups in flight."""
+    settings = {"num_generations": 8, "per_device_train_batch_size": 64, "max_completion_length": 4096}
+    settings |= {"rollout_precision": "fp8", "rollouts_in_flight": 1.5, "use_vllm": True, "vllm_mode": "colocate"}
+    given = {"vllm_engine_kwargs": {"kv_cache_dtype": cache}, "vllm_gpu_memory_utilization": 0.3}
+    args = QuantGRPOConfig(output_dir=tmp_path, use_cpu=True, bf16=True, report_to=[], **settings, **given)
+    shape, card = shapes["7b", 32], 80 * 10**9
+    needed, room = cache_of(args, shape, 256, card)
+    assert completions_in_flight(args) == 96 and needed == 96 * 4352 * shape.token * size
+    assert room == 24 * 10**9 - shape.linear - 2 * shape.other
+    (line,) = plan.in_flight_lines(args, shape, 256, card)
+    assert f"96 completions of a GPU when a generation starts. At their longest they need {needed / 1e9:.2f} GB" in line
+    assert ("some may wait in vLLM's queue" in line) == (needed > room)
+    assert "some may wait" in plan.in_flight_lines(args, shape, 256, card // 2)[0]
+    assert "some may wait" not in plan.in_flight_lines(args, shape, 256, 2 * card)[0]
+    args.rollouts_in_flight = 1.0
+    assert plan.in_flight_lines(args, shape, 256, card) == []

@@ -23,8 +23,8 @@ bytes for each unit of the MLP's width and of the hidden width ([`WORK`]). These
 `benchmarks/update.py` measured from 3B to 32B. Everything else is computed.
 """
 
+import math
 from dataclasses import dataclass
-from math import prod
 
 import torch
 import transformers
@@ -38,6 +38,7 @@ from ..layers.weight_only import BUFFER_BYTES
 from ..models.linears import linears
 from ..precisions import PRECISIONS, unified_flows, with_products
 from ..rollout.embedded.diffusion import CHUNK, TOKENS_AT_ONCE
+from ..rollout.verify.kv_cache import CACHE_FORMATS
 
 
 BF16_BYTES = 2
@@ -127,7 +128,7 @@ class Shape:
             model = kind(config) if kind is not None else AutoModelForCausalLM.from_config(config)
             model.tie_weights()
             layers = linears(model).values()
-            linear = sum(prod(layer.shape) for layer in layers)
+            linear = sum(math.prod(layer.shape) for layer in layers)
             parameters = sum(parameter.numel() for parameter in model.parameters())
             tables = {id(table): table for table in _tables(model)}
             head = model.get_output_embeddings()
@@ -239,10 +240,9 @@ def _engine(args, shape: Shape, dtype: torch.dtype, prompt: int, card: int) -> t
     name = args.spec.source
     if name == "server":
         return 0, 0
-    completions = args.generation_batch_size // args.world_size  # of this GPU
-    tokens = completions * (prompt + args.max_completion_length)
+    tokens = completions_in_flight(args) * (prompt + args.max_completion_length)
     if name == "colocate":
-        return _vllm(args, shape, card), 0
+        return sum(_vllm(args, shape, card)), 0
     cache = tokens * shape.token * (BF16_BYTES if args.bf16 or args.fp16 else dtype.itemsize)
     if args.denoises and not args.cache_finished_blocks:
         cache = 0
@@ -267,8 +267,26 @@ def _denoising(args, shape: Shape, prompt: int) -> int:
     return max(layer, BF16_BYTES * logits + 3 * 8 * min(logits, CHUNK))
 
 
-def _vllm(args, shape: Shape, card: int) -> int:
-    """Returns vLLM's bytes: its share of the card, at least its weights; or its weights and a cache of a given size."""
+def completions_in_flight(args) -> int:
+    """Returns the number of completions that one GPU samples at a time."""
+    groups = math.ceil(args.rollouts_in_flight * (args.generation_batch_size // args.num_generations))
+    return math.ceil(groups * args.num_generations / args.world_size)
+
+
+def cache_of(args, shape: Shape, prompt: int, card: int) -> tuple[int, int]:
+    """
+    Returns the bytes of the keys and values of a GPU's completions in flight at their longest, and the bytes that vLLM
+    in the trainer's process has for them.
+    """
+    dtype = (args.vllm_engine_kwargs or {}).get("kv_cache_dtype", "auto")
+    size = 1 if dtype in CACHE_FORMATS else BF16_BYTES
+    tokens = completions_in_flight(args) * (prompt + args.max_completion_length)
+    _, room = _vllm(args, shape, card)
+    return tokens * shape.token * size, room
+
+
+def _vllm(args, shape: Shape, card: int) -> tuple[int, int]:
+    """Returns the bytes of vLLM's weights, and of its cache: what its share of the card leaves, or what is given."""
     shares = args.spec.training.freezes_base and args.spec.samples_as_trained and args.lora_sync == "adapter"
     if shares:
         weights = BF16_BYTES * (shape.other - shape.embeddings)
@@ -279,7 +297,9 @@ def _vllm(args, shape: Shape, card: int) -> int:
     adapter = BF16_BYTES * shape.adapter if args.lora_sync == "adapter" else 0
     least = (weights + adapter) // args.vllm_tensor_parallel_size
     cache = (args.vllm_engine_kwargs or {}).get("kv_cache_memory_bytes")
-    return max(round(args.vllm_gpu_memory_utilization * card), least) if cache is None else int(cache) + least
+    if cache is not None:
+        return least, int(cache)
+    return least, max(round(args.vllm_gpu_memory_utilization * card) - least, 0)
 
 
 def _training(args, shape: Shape, dtype: torch.dtype, prompt: int) -> dict[str, int]:

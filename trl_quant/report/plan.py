@@ -27,7 +27,7 @@ from ..precisions import bitsandbytes_bases
 from ..reading import reading
 from .cures import Planned, cures
 from .measured import cost
-from .memory import BESIDE, Memory, Shape
+from .memory import BESIDE, Memory, Shape, cache_of, completions_in_flight
 
 
 GB = 10**9
@@ -142,6 +142,7 @@ def make_plan(
         planned = Planned(args, config, shape, dtype, prompt, card, on_cpu)
         memory = planned.memory()
         lines += _memory_lines(memory, place, card)
+        lines += in_flight_lines(args, shape, prompt, card)
         if memory.card > card:
             lines += ["It would fit with one of these changes:", *(f"  {line}" for line in cures(planned))]
     lines.append(f"Cost against BF16: {cost(args, shape, dtype)}")
@@ -177,6 +178,23 @@ def _position_lines(args, config, prompt: int) -> list[str]:
         context = context_of(args, config).tokens
     kind = "longer" if context > found.limit else "not"
     return [f"Positions: the model has {found}. The run's rows have up to {context} tokens: each is one that is {kind}"]
+
+
+def in_flight_lines(args, shape: Shape, prompt: int, card: int) -> list[str]:
+    """Says what partial rollouts keep in flight, and whether vLLM's cache holds it."""
+    if args.rollouts_in_flight == 1:
+        return []
+    line = f"In flight: {completions_in_flight(args)} completions of a GPU when a generation starts"
+    if args.spec.source != "colocate":
+        return [line]
+    needed, room = cache_of(args, shape, prompt, card)
+    line += f". At their longest they need {needed / GB:.2f} GB of vLLM's cache, which has {room / GB:.2f}"
+    if needed > room:
+        line += (
+            ": some may wait in vLLM's queue. Raise `vllm_gpu_memory_utilization`, lower `rollouts_in_flight`, or keep "
+            "keys and values in FP8 (`vllm_engine_kwargs={'kv_cache_dtype': 'fp8'}`)"
+        )
+    return [line]
 
 
 def _card(card: int | None, on_cpu: bool) -> tuple[str, int]:
