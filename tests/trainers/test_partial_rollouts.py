@@ -124,6 +124,30 @@ def test_rows_and_rewards_stay_with_their_completions(tmp_path):
     assert len({prompt for prompt, _ in returned}) == 8
 
 
+def test_lengths_of_a_start_and_of_a_return(tmp_path):
+    """The first generations return the short ones of their start; over the run both have the same mean."""
+    seen, lengths = [], {}
+
+    def reward(prompts, completion_ids, **kwargs):
+        seen.append([len(ids) for ids in completion_ids])
+        for prompt, ids in zip(prompts, completion_ids, strict=True):
+            lengths.setdefault(prompt, []).append(len(ids))
+        return [float(sum(ids) % 5) for ids in completion_ids]
+
+    settings = {"train_dataset": dataset(16), "max_steps": 8, "max_completion_length": 30}
+    trainer = run_of(tmp_path, "GRPO", rollouts_in_flight=3.0, reward_funcs=reward, **settings)
+    trainer.train()
+    order = [trainer.train_dataset[trainer.pool.order[place]]["prompt"] for place in range(16)]
+    logs = [log for log in metrics(trainer) if "loss" in log]
+    told = [log["rollouts/started_length"] for log in logs if "rollouts/started_length" in log]
+    # 6 groups start in the first generation, then 2 in each, until the last two have none left to start
+    starts = [order[:6], *(order[i : i + 2] for i in range(6, 16, 2))]
+    means = [torch.tensor([lengths[prompt] for prompt in start]).float().mean().item() for start in starts]
+    assert told and all(any(abs(length - mean) < 1e-4 for mean in means) for length in told)
+    assert not trainer.pool.cohorts
+    assert sum(seen[0]) / 4 < means[0]
+
+
 def gradient(loss, model) -> torch.Tensor:
     found = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], retain_graph=True)
     return torch.cat([part.flatten() for part in found]).double()

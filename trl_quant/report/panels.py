@@ -97,7 +97,12 @@ TOPICS = {
             "share",
             {"same rewards": "frac_reward_zero_std", "cut off": "completions/clipped_ratio"},
         ),
-        Panel("Completion length", "Mean.", "tokens", {"length": "completions/mean_length"}),
+        Panel(
+            "Completion length",
+            "Mean of those that a step trains on; with partial rollouts also of those that started together.",
+            "tokens",
+            {"length": "completions/mean_length", "of a start": "rollouts/started_length"},
+        ),
         Panel("Gradient norm", "Before clipping.", "norm", {"norm": "grad_norm"}, log=True),
     ),
     "Mismatch": (

@@ -215,6 +215,8 @@ class RolloutPool:
         groups (`list[Group]`): The groups in flight, and finished ones that wait, in the order of their start.
         started (`int`): Number of groups that have started.
         generation (`int`): Number of generations that have been returned.
+        cohorts (`dict[int, list[int]]`): For each generation, of the groups that started in it: the tokens and the
+            completions that have been returned, and the number of groups that have not.
         prompts (`list[list[int]]` or `None`): The prompts of the rows that TRL gets at present.
     """
 
@@ -223,6 +225,7 @@ class RolloutPool:
         self.trainer, self.factor, self.max_staleness = trainer, args.rollouts_in_flight, args.max_staleness
         self.groups: list[Group] = []
         self.started = self.generation = 0
+        self.cohorts: dict[int, list[int]] = {}
         self.prompts: list[list[int]] | None = None
         self._order: PromptOrder | None = None
         self._returned: list[Completion] = []  # this rank's, of the last generation
@@ -279,9 +282,8 @@ class RolloutPool:
             self._sample()
         returned = self._take()
         ages = [self.generation - version for group in returned for c in group.completions for version in c.versions]
-        trainer.log_values(
-            metrics | {"rollouts/age": sum(ages) / max(len(ages), 1), "rollouts/age_max": float(max(ages, default=0))}
-        )
+        metrics |= {"rollouts/age": sum(ages) / max(len(ages), 1), "rollouts/age_max": float(max(ages, default=0))}
+        trainer.log_values(metrics | self._lengths(returned))
         rows = [(group, completion) for group in returned for completion in group.completions]
         rank = trainer.accelerator.process_index
         rows = rows[rank * len(inputs) : (rank + 1) * len(inputs)]
@@ -321,6 +323,7 @@ class RolloutPool:
             completions = [Completion() for _ in range(self.order.size)]
             self.groups.append(Group(place, row, list(ids), self.generation, completions))
         self.started += len(places)
+        self.cohorts[self.generation] = [0, 0, len(places)]
 
     def _sample(self) -> None:
         """Samples from this rank's engine until the generation may end, and learns what the others have sampled."""
@@ -366,6 +369,19 @@ class RolloutPool:
         self.groups = [group for group in self.groups if group.place not in places]
         return taken
 
+    def _lengths(self, returned: list[Group]) -> dict[str, float]:
+        """
+        Counts what a generation returns. Returns the mean length, in tokens, of the completions that started in the
+        newest generation of which this return is the last: short completions return before long ones of their start.
+        """
+        for group in returned:
+            cohort = self.cohorts[group.began]
+            cohort[0] += sum(len(completion.token_ids) for completion in group.completions)
+            cohort[1] += len(group.completions)
+            cohort[2] -= 1
+        whole = [self.cohorts.pop(began) for began, (_, _, left) in sorted(self.cohorts.items()) if not left]
+        return {"rollouts/started_length": whole[-1][0] / whole[-1][1]} if whole else {}
+
     def ages(self, like: Tensor) -> Tensor:
         """
         Returns the ages of this rank's returned tokens, in generations.
@@ -393,7 +409,8 @@ class RolloutPool:
             }
             for group in self.groups
         ]
-        state = {"groups": groups, "started": self.started, "generation": self.generation}
+        counts = {"started": self.started, "generation": self.generation, "cohorts": self.cohorts}
+        state = {"groups": groups} | counts
         Path(checkpoint).mkdir(parents=True, exist_ok=True)
         torch.save(state, Path(checkpoint, POOL_NAME))
 
@@ -413,7 +430,8 @@ class RolloutPool:
         with reading(path, advice=ANOTHER):
             state = torch.load(path, map_location="cpu", weights_only=True)
         size = self.order.size
-        self.groups, self.started, self.generation = [], state["started"], state["generation"]
+        self.started, self.generation, self.cohorts = (state[name] for name in ("started", "generation", "cohorts"))
+        self.groups = []
         for group in state["groups"]:
             completions = [_unpacked(completion) for completion in group.pop("completions")]
             if len(completions) != size:
