@@ -83,6 +83,8 @@ def test_an_engine_that_knows_no_log_probabilities(tmp_path):
 
 
 def test_what_only_our_engines_can_do_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"`rollouts_in_flight`=2.0, but MadeUp.sample has no argument `enough`"):
+        trainer_of(tmp_path, rollouts_in_flight=2.0)
     with pytest.raises(ValueError, match=r"`noise_schedule` acts only on the engines of this package.*a MadeUp"):
         trainer_of(tmp_path, noise_schedule="linear")
 

@@ -81,12 +81,14 @@ class RolloutEngine:
             Returns token ids of the run's own prompts, which a check compares. The trainer sets it.
         checked_rows (`list[list[int]]` or `None`):
             The rows that checks compare; `None` until some of the run's prompts are known.
+        ends_early (`bool`):
+            Whether a call of `sample` can end before all completions have, and a later one go on with them.
         reads_images (`bool`):
             Whether the engine processes the images of its requests by itself. If not, its `sample` also takes what the
             processor has made of them.
     """
 
-    reads_images = True
+    ends_early = reads_images = True
 
     def __init__(
         self,
@@ -408,6 +410,7 @@ class AdaptedEngine(RolloutEngine):
             )
         super().__init__(precision=spec.precision, **given)
         self.engine = engine
+        self.ends_early = "enough" in signature(engine.sample).parameters
 
     def sync(self) -> None:
         self.engine.sync()
@@ -416,7 +419,7 @@ class AdaptedEngine(RolloutEngine):
     def sample(self, requests: list[Request], enough: Enough | None = None) -> Samples:
         if enough is None and not any(request.sampled for request in requests):
             return self.engine.sample(requests)
-        if "enough" not in signature(self.engine.sample).parameters:
+        if not self.ends_early:
             raise ValueError(
                 f"{type(self.engine).__name__}.sample has no argument `enough`, so it samples only whole completions."
             )

@@ -49,6 +49,16 @@ def check_model(trainer, engine) -> None:
         )
 
 
+def check_ends_early(args, engine, ends_early: bool) -> None:
+    """Raises `ValueError` for partial rollouts with an engine that samples only whole completions."""
+    if not ends_early:
+        raise ValueError(
+            f"`rollouts_in_flight`={args.rollouts_in_flight!r}, but {type(engine).__name__}.sample has no argument "
+            "`enough`, so it samples only whole completions. Add it (see `rollout.engine.Engine`), or leave "
+            "`rollouts_in_flight` at 1."
+        )
+
+
 def check_adapters(model: Module) -> None:
     """Raises `ValueError` if a policy computes with other adapters than the one that a checkpoint is read with."""
     active = active_adapters(model)

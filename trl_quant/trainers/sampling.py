@@ -19,7 +19,7 @@ from ..rollout.engine import Engine
 from ..rollout.trl_face import QuantGeneration
 from ..runs import checkpoints, unfinished
 from . import phases
-from .checks import DrawnPrompts, check_model, tell_noise
+from .checks import DrawnPrompts, check_ends_early, check_model, tell_noise
 from .correction_step import CorrectionStep, NoStep
 from .pool import RolloutPool
 from .positions import check_rows, fix_choice, models_of, own_prompts
@@ -60,6 +60,7 @@ class QuantSampling(QuantPrecision):
             tell_noise(self.model, self.args)
         self.drawn_prompts = DrawnPrompts(self, self._engine)
         if self._engine is not None and self.args.rollouts_in_flight > 1:
+            check_ends_early(self.args, generation.engine, self._engine.ends_early)
             self.pool = RolloutPool(self)
 
     def loading(self, args, **fields) -> AbstractContextManager:
