@@ -116,10 +116,12 @@ def test_rows_and_rewards_stay_with_their_completions(tmp_path):
     for calls, batch in zip(seen, batches, strict=True):
         assert all(rows[prompt] == number for prompt, _, number in calls)
         assert all(calls[i][0] == calls[i + 1][0] for i in range(0, 4, 2)) and calls[0][0] != calls[2][0]
-        # TRL shuffles the rows of a generation
-        pairs = zip(batch["completion_ids"], batch["completion_mask"], strict=True)
-        kept = [tuple(ids[mask.bool()].tolist()) for ids, mask in pairs]
-        assert sorted(kept) == sorted(ids for _, ids, _ in calls)
+        # What was sampled from a prompt is scored with that prompt's row. TRL shuffles the rows of a generation
+        expected = [(tuple(trainer._tokenize_prompts([prompt])[0][0]), ids) for prompt, ids, _ in calls]
+        parts = (batch[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"))
+        rows_of_batch = zip(*parts, strict=True)
+        kept = [(tuple(p[m.bool()].tolist()), tuple(c[n.bool()].tolist())) for p, m, c, n in rows_of_batch]
+        assert sorted(kept) == sorted(expected)
     returned = [(prompt, ids) for calls in seen for prompt, ids, _ in calls]
     assert len({prompt for prompt, _ in returned}) == 8
 

@@ -53,7 +53,7 @@ def test_a_killed_run_resumes_with_the_bits_of_an_unbroken_one(tmp_path, model):
 
 
 def test_tokens_are_those_of_the_weights_that_sampled_them(tmp_path, model):
-    """In BF16: age 0 has the mismatch of rounding alone, and older tokens that of the steps in between."""
+    """In BF16, new tokens differ from the policy by rounding alone. Older ones also differ by the updates since."""
     given = {"rollout_precision": "bf16", "learning_rate": 0.05, "optim": "sgd", "max_grad_norm": 0.0}
     trainer = built(tmp_path, model, save_strategy="no", max_steps=6, num_train_epochs=2, **given)
     trainer.train()
