@@ -212,9 +212,14 @@ def test_other_trainers_refuse_a_masked_diffusion_model(tmp_path):
 
 
 def test_an_engine_without_estimates_is_refused(tmp_path):
+    class Autoregressive:
+        def sync(self): ...
+
+        def sample(self, requests): ...
+
     class Left(DiffusionGRPOTrainer):
         def build_engine(self, spec, *args, **settings):
-            return object()
+            return Autoregressive()
 
-    with pytest.raises(ValueError, match=r"`build_engine` returned a object\. A masked diffusion model needs"):
+    with pytest.raises(ValueError, match=r"`build_engine` returned a Autoregressive\. A masked diffusion model needs"):
         trainer(tmp_path, trainer_class=Left)

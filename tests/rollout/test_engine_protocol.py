@@ -8,6 +8,7 @@ import sys
 from dataclasses import FrozenInstanceError
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -87,6 +88,15 @@ def test_what_only_our_engines_can_do_is_refused(tmp_path):
         trainer_of(tmp_path, rollouts_in_flight=2.0)
     with pytest.raises(ValueError, match=r"`noise_schedule` acts only on the engines of this package.*a MadeUp"):
         trainer_of(tmp_path, noise_schedule="linear")
+
+
+def test_what_is_no_engine_is_refused(tmp_path):
+    class Silent(QuantGRPOTrainer):
+        def build_engine(self, *args, **settings):
+            return SimpleNamespace(sync=lambda: None)
+
+    with pytest.raises(ValueError, match=r"`build_engine` returned a SimpleNamespace without sample, so a run cannot"):
+        trainer_of(tmp_path, kind=Silent)
 
 
 @pytest.mark.parametrize("kind", ENGINES)

@@ -394,7 +394,7 @@ class AdaptedEngine(RolloutEngine):
         given: The arguments of [`RolloutEngine`], except the precision.
 
     Raises:
-        `ValueError`: The configuration uses a feature that only the engines of this package have.
+        `ValueError`: It is no engine, or the configuration uses a feature that only the engines of this package have.
     """
 
     def __init__(self, engine: Engine, spec: EngineSpec, **given):
@@ -407,6 +407,12 @@ class AdaptedEngine(RolloutEngine):
             raise ValueError(
                 f"{' and '.join(refused)} acts only on the engines of this package, and the run samples from a "
                 f"{type(engine).__name__}. Leave it unset."
+            )
+        missing = [name for name in ("sync", "sample") if not callable(getattr(engine, name, None))]
+        if missing:
+            raise ValueError(
+                f"`build_engine` returned a {type(engine).__name__} without {' and '.join(missing)}, so a run cannot "
+                "sample from it. Return an engine: see `rollout.engine.Engine`."
             )
         super().__init__(precision=spec.precision, **given)
         self.engine = engine
