@@ -214,7 +214,6 @@ CASES = {
         Case("a trainer that has dynamic sampling", PlainGRPOConfig, {"dynamic_sampling_rounds": 1}),
         Case("needs an engine of this package", fields={"rollouts_in_flight": 2.0}),
         Case("may be at most `max_staleness` + 1", fields={**INT8, "rollouts_in_flight": 3.5, "max_staleness": 2}),
-        Case("which replaces groups", fields={**INT8, "rollouts_in_flight": 2.0, "dynamic_sampling_rounds": 1}),
         Case("denoises all completions", DIFFUSION, {**INT8, "rollouts_in_flight": 2.0}),
         Case(
             "which count from the start of a completion",

@@ -16,13 +16,15 @@ def half(prompts, completions, **kwargs) -> list[float]:
     return [0.5 if p.strip() in DULL else r for p, r in zip(prompts, spread(completions), strict=True)]
 
 
-def trainer_of(path, reward=half, rounds=3, n=32, model=None, reward_processing_classes=None, **overrides):
+def trainer_of(
+    path, reward=half, rounds=8, n=32, kind=QuantGRPOTrainer, model=None, reward_processing_classes=None, **overrides
+):
     given = {"rollout_precision": "int4", "per_device_train_batch_size": 16, "max_steps": 3, "max_completion_length": 6}
     args = config(QuantGRPOConfig, path, **given | overrides)
     args.dynamic_sampling_rounds = rounds
     eval_dataset = dataset(2) if "eval_strategy" in overrides else None
     options = {"reward_funcs": reward, "reward_processing_classes": reward_processing_classes, "model": model}
-    return make(QuantGRPOTrainer, args, train_dataset=dataset(n), eval_dataset=eval_dataset, **options)
+    return make(kind, args, train_dataset=dataset(n), eval_dataset=eval_dataset, **options)
 
 
 class Record:
@@ -50,16 +52,17 @@ class Record:
         for i, advantage in enumerate(output["advantages"].tolist()):
             prompt = output["prompt_ids"][i][output["prompt_mask"][i].bool()]
             ids = output["completion_ids"][i][output["completion_mask"][i].bool()]
-            logps = output["sampling_per_token_logps"][i][: len(ids)]
-            rows.append((decode(prompt), tuple(ids.tolist()), advantage, logps.tolist()))
+            logps = output["sampling_per_token_logps"][i].tolist() if "sampling_per_token_logps" in output else []
+            rows.append((decode(prompt), tuple(ids.tolist()), advantage, logps[: len(ids)]))
         self.generations.append({"calls": self.calls, "trained": rows})
         return output
 
 
-def check_generation(calls, trained, num_generations: int) -> None:
+def check_generation(calls, trained, num_generations: int, once: bool = True) -> None:
     """
     What is trained on was sampled, a prompt a group; the first round's informative groups stayed where they were, and
-    no other did where there was something better. `calls` and `trained` are those of all ranks, in their order.
+    no other did where there was something better. `calls` and `trained` are those of all ranks, in their order. With
+    `once`, no prompt is in a generation twice.
     """
     sampled = Counter((prompt, ids) for call in calls for prompt, ids, _ in call)
     rewards = {(prompt, ids): reward for call in calls for prompt, ids, reward in call}
@@ -70,7 +73,7 @@ def check_generation(calls, trained, num_generations: int) -> None:
 
     first, final = groups(calls[0]), groups(trained)
     prompts = [{prompt for prompt, *_ in group} for group in final]
-    assert all(len(names) == 1 for names in prompts) and len(set().union(*prompts)) == len(final)
+    assert all(len(names) == 1 for names in prompts) and (not once or len(set().union(*prompts)) == len(final))
     spare = sum(len({r for *_, r in group}) > 1 for call in calls[1:] for group in groups(call))
     for before, after in zip(first, final, strict=True):
         differ = len({reward for *_, reward in before}) > 1

@@ -8,14 +8,13 @@ import inspect
 import json
 import math
 import os
+import random
 import sys
 from collections import Counter
-from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
 from dynamic import DULL, Record, check_generation, half, tokens, trainer_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,14 +24,11 @@ from transformers import Qwen3Config, Qwen3ForSequenceClassification
 from trl import GRPOTrainer
 from trl.rewards import get_soft_overlong_punishment
 
-from trl_quant import QuantGRPOConfig
+from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.config.data import check_dynamic_sampling
-from trl_quant.trainers.dynamic_sampling import (
-    fresh_rows,
-    groups_to_sample,
-    informative,
-    replacements,
-)
+from trl_quant.rollout.engine import Samples
+from trl_quant.trainers.dynamic_sampling import informative
+from trl_quant.trainers.prompt_order import PromptOrder
 
 
 NAN = math.nan
@@ -70,37 +66,6 @@ def test_rounding_is_no_difference():
     assert not informative(same, torch.ones(3), 3)
     assert not informative(torch.full((6, 1), 0.9), torch.ones(1), 6)
     assert informative(torch.tensor([[1000.0], [1000.01]]), torch.ones(1), 2)
-
-
-@given(st.lists(st.booleans(), min_size=1, max_size=12), st.lists(st.booleans(), max_size=12))
-def test_replacements_fill_places_with_what_is_better(kept, fresh):
-    places = replacements(torch.tensor(kept), torch.tensor(fresh, dtype=torch.bool))
-    assert len(places) == min(kept.count(False), fresh.count(True))
-    assert not any(kept[place] for place in places) and all(fresh[group] for group in places.values())
-    assert len(set(places.values())) == len(places)
-
-
-@given(st.integers(1, 40), st.integers(2, 16), st.integers(1, 16))
-def test_all_ranks_sample_as_much(missing, num_generations, ranks):
-    groups = groups_to_sample(missing, num_generations, ranks)
-    assert groups >= missing and groups * num_generations % ranks == 0
-    assert not any(n * num_generations % ranks == 0 for n in range(missing, groups))
-
-
-def test_fresh_rows_depend_on_their_key_alone():
-    prompts = [f"{i}+{j}=" for i in range(10) for j in range(10)]
-    rows, used = Dataset.from_dict({"prompt": prompts + prompts[:5], "answer": [*range(105)]}), prompts[::2]
-    state = torch.get_rng_state()
-    drawn = [row["prompt"] for row in fresh_rows(rows, used, "7/3")]
-    assert sorted(drawn) == sorted(set(prompts) - set(used)) and drawn != sorted(drawn)
-    torch.manual_seed(1)
-    again, other = fresh_rows(rows, used, "7/3"), fresh_rows(rows, used, "7/4")
-    assert [row["prompt"] for row in islice(again, 9)] == drawn[:9] != [row["prompt"] for row in islice(other, 9)]
-    torch.set_rng_state(state)
-    list(fresh_rows(rows, used, "0"))
-    assert torch.equal(torch.get_rng_state(), state)
-    chats = Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in prompts]})
-    assert len(list(fresh_rows(chats, chats["prompt"][:98], ""))) == 2
 
 
 # The trainer
@@ -177,25 +142,31 @@ def test_what_is_trained_on_was_sampled(tmp_path, options):
         assert log["num_tokens"] == paid and log["frac_reward_zero_std"] == 0
 
 
-def test_rounds_end_with_the_budget_and_with_the_prompts(tmp_path):
-    """What stays without a replacement has no advantage, so nothing moves."""
-    for rounds, n, done in ((2, 32, 2), (5, 9, 2)):  # 4 groups of 9 prompts: 4 more, and one
-        record = Record(tmp_path, nothing, rounds=rounds, n=n, max_steps=2)
-        before = parameters(record.trainer)
-        record.trainer.train()
-        assert all(torch.equal(before[name], value) for name, value in parameters(record.trainer).items())
-        for log, generation in zip(record.trainer.state.log_history, record.generations, strict=False):
-            calls = generation["calls"]
-            assert [row[:2] for row in calls[0]] == [row[:2] for row in generation["trained"]]
-            assert len(calls) == 1 + done and {len(call) for call in calls[:2]} == {16}
-            prompts = [prompt for call in calls for prompt, *_ in call]
-            assert Counter(prompts) == dict.fromkeys(prompts, 4)
-            assert log["dynamic_sampling/rounds"] == done and log["dynamic_sampling/replaced_groups"] == 0
-            assert log["dynamic_sampling/remaining_fraction"] == log["frac_reward_zero_std"] == 1
-            assert log["dynamic_sampling/wasted_tokens"] == sum(map(tokens, calls[1:]))
+@pytest.mark.parametrize("rollout_precision", ["int4", None])
+def test_rounds_end_with_the_budget(tmp_path, rollout_precision):
+    """What stays without a replacement has no advantage, so nothing moves. The prompts go on, epoch after epoch."""
+    options = {"rounds": 2, "n": 9, "max_steps": 2, "rollout_precision": rollout_precision}
+    record = Record(tmp_path, nothing, **options)
+    before, sampled = parameters(record.trainer), []
+    order = PromptOrder(record.trainer)
+    record.trainer.train()
+    assert all(torch.equal(before[name], value) for name, value in parameters(record.trainer).items())
+    for log, generation in zip(record.trainer.state.log_history, record.generations, strict=False):
+        calls = generation["calls"]
+        assert [row[:2] for row in calls[0]] == [row[:2] for row in generation["trained"]]
+        assert [len(call) for call in calls] == [16, 16, 16]
+        sampled += [prompt for call in calls for prompt, *_ in call]
+        assert log["dynamic_sampling/rounds"] == 2 and log["dynamic_sampling/replaced_groups"] == 0
+        assert log["dynamic_sampling/remaining_fraction"] == log["frac_reward_zero_std"] == 1
+        assert log["dynamic_sampling/wasted_tokens"] == sum(map(tokens, calls[1:]))
+    rows = [order[place] for place in range(24)]
+    assert rows[:8] != sorted(rows[:8]) and len(set(rows[:8])) == 8
+    assert sampled == [record.trainer.train_dataset[row]["prompt"] for row in rows for _ in range(4)]
 
 
-@pytest.mark.parametrize("options", [{}, OPTIONS["generations"]], ids=["one", "generations"])
+@pytest.mark.parametrize(
+    "options", [{}, OPTIONS["generations"], {"rollouts_in_flight": 2.5}], ids=["one", "generations", "in flight"]
+)
 def test_killed_and_resumed_equals_unbroken(tmp_path, options):
     kill = []
 
@@ -221,6 +192,58 @@ def test_killed_and_resumed_equals_unbroken(tmp_path, options):
         del trainer.state.log_history[-1]["train_loss"]  # averaged over the steps of one process
     assert_same_run(resumed, whole)
     assert all(log["dynamic_sampling/replaced_groups"] > 0 for log in whole.state.log_history[2:4])
+
+
+class Lots:
+    """An engine that draws each token by lot, and ends one completion in six with each."""
+
+    def __init__(self):
+        self.lots, self.carried, self.calls = random.Random(0), 0, 0
+
+    def sync(self):
+        pass
+
+    def sample(self, requests, enough=None):
+        self.calls += 1
+        self.carried += sum(bool(request.sampled) for request in requests)
+        drawn, ended = [[] for _ in requests], [False] * len(requests)
+        while not all(ended) and not (enough and enough(ended)):
+            for i, request in enumerate(requests):
+                if not ended[i]:
+                    ends = self.lots.random() < 1 / 6 or len(request.sampled) + len(drawn[i]) == 23
+                    drawn[i].append(257 if ends else self.lots.randrange(65, 91))
+                    ended[i] = ends
+        return Samples(drawn, [[-1.0] * len(ids) for ids in drawn], ended)
+
+
+class DrawsLots(QuantGRPOTrainer):
+    def build_engine(self, *args, **settings):
+        return Lots()
+
+
+@pytest.mark.parametrize("rounds", [8, 1])
+def test_groups_in_flight_replace_those_without_a_signal(tmp_path, rounds):
+    """Finished groups that wait are taken before anything is sampled. Each prompt is sampled once, in its order."""
+    given = {"num_generations": 2, "per_device_train_batch_size": 8, "max_completion_length": 24, "max_steps": 10}
+    record = Record(tmp_path, rounds=rounds, kind=DrawsLots, rollouts_in_flight=2.0, rollout_precision="bf16", **given)
+    trainer, order, rows, taken = record.trainer, PromptOrder(record.trainer), [], 0
+    trainer.train()
+    logs, engine = [log for log in metrics(trainer) if "loss" in log], trainer.vllm_generation.engine
+    for log, generation in zip(logs, record.generations, strict=True):
+        calls = generation["calls"]
+        check_generation(calls, generation["trained"], 2, once=False)
+        taken += len(calls) - 1 - log["dynamic_sampling/rounds"]
+        rows += [prompt for call in calls for prompt, *_ in call[::2]]
+        assert log["dynamic_sampling/rounds"] <= rounds
+        wasted = sum(map(tokens, calls)) - tokens(generation["trained"])
+        assert log["dynamic_sampling/wasted_tokens"] == wasted
+        assert log["dynamic_sampling/remaining_fraction"] == log["frac_reward_zero_std"]
+    assert engine.carried and taken and sum(log["dynamic_sampling/replaced_groups"] for log in logs) > 2
+    assert any(log["frac_reward_zero_std"] for log in logs) == (rounds == 1)
+    assert engine.calls <= len(logs) + sum(log["dynamic_sampling/rounds"] for log in logs)
+    started, prompts = trainer.pool.started, trainer.train_dataset["prompt"]
+    assert not trainer.pool.groups and len(rows) == started  # nothing is left, and all were scored
+    assert Counter(rows) == Counter(prompts[order[place]] for place in range(started))
 
 
 def test_what_an_earlier_round_sampled_does_not_count_as_sampled_elsewhere(tmp_path, caplog):
@@ -279,7 +302,6 @@ def test_every_kind_of_reward(tmp_path):
         ({"environment_factory": print}, "`environment_factory`"),
         ({"train_dataset": dataset(8).to_iterable_dataset()}, "stream"),
         ({"train_dataset": dataset(8).add_column("image", [0] * 8)}, "column 'image'"),
-        ({"train_dataset": dataset(2)}, "has 2, no more than one generation takes, 2"),
     ],
     ids=str,
 )
@@ -329,9 +351,15 @@ def test_vllm(tmp_path):
 CASES = {"across": (4, 6), "uneven": (3, 6)}  # completions of a group, and of a rank: a group may lie on two ranks
 
 
+def unrepeated(call: list[tuple], num_generations: int) -> list[tuple]:
+    """A call of both ranks without the groups that were scored again, so that each rank scores as many completions."""
+    groups = [tuple(call[i : i + num_generations]) for i in range(0, len(call), num_generations)]
+    return [row for group in dict.fromkeys(groups) for row in group]
+
+
 @pytest.mark.slow
 def test_two_ranks(tmp_path, monkeypatch):
-    """Both sample as many completions in every round, and end with one batch between them."""
+    """Both score as many completions in every round, and end with one batch between them."""
     from ranks import on_two_ranks, results
 
     monkeypatch.setattr("ranks.__file__", __file__)
@@ -350,7 +378,10 @@ def test_two_ranks(tmp_path, monkeypatch):
                 one["trained"] = [(prompt, tuple(ids), *rest) for prompt, ids, *rest in one["trained"]]
                 own = {row[:2] for call in one["calls"] for row in call}
                 travelled += sum(row[:2] not in own for row in one["trained"])
-            calls = [left + right for left, right in zip(*(one["calls"] for one in both), strict=True)]
+            calls = [
+                unrepeated(left + right, num_generations)
+                for left, right in zip(*(one["calls"] for one in both), strict=True)
+            ]
             trained = both[0]["trained"] + both[1]["trained"]
             check_generation(calls, trained, num_generations)
             assert log["dynamic_sampling/wasted_tokens"] == sum(map(tokens, calls)) - tokens(trained)

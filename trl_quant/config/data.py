@@ -168,7 +168,7 @@ def check_texts(train_dataset, eval_dataset) -> None:
 
 
 def check_dynamic_sampling(args, train_dataset, tools=None, rollout_func=None, environment_factory=None) -> None:
-    """Raises `ValueError` if dynamic sampling cannot sample completions again, or cannot draw fresh prompts."""
+    """Raises `ValueError` if dynamic sampling cannot take further groups from the pool."""
     if not args.dynamic_sampling_rounds:
         return
     option = f"`dynamic_sampling_rounds`={args.dynamic_sampling_rounds}"
@@ -180,18 +180,11 @@ def check_dynamic_sampling(args, train_dataset, tools=None, rollout_func=None, e
             "a state of their own. Set it to 0."
         )
     if isinstance(train_dataset, IterableDataset):
-        raise ValueError(f"{option} draws prompts at random, which a stream cannot give. Use a `datasets.Dataset`.")
+        raise ValueError(f"{option} reads prompts ahead of TRL, which a stream cannot give. Use a `datasets.Dataset`.")
     image_columns = {"image", "images"} & set(train_dataset.column_names)
     if image_columns:
         column = image_columns.pop()
         raise ValueError(f"{option} samples texts, but `train_dataset` has a column {column!r}. Set it to 0.")
-    prompts = args.generation_batch_size // args.num_generations
-    if len(train_dataset) <= prompts:
-        raise ValueError(
-            f"{option} needs fresh prompts, but `train_dataset` has {len(train_dataset)}, no more than one generation "
-            f"takes, {prompts} (`generation_batch_size`={args.generation_batch_size} / `num_generations`="
-            f"{args.num_generations}). Lower `generation_batch_size`, or add prompts."
-        )
 
 
 def check_partial_rollouts(args, train_dataset) -> None:

@@ -204,8 +204,8 @@ class DynamicSamplingFields:
 
     dynamic_sampling_rounds: Annotated[int, Range(0)] = 0
     """Further rounds of sampling, at most, in which a generation replaces groups whose rewards do not differ, and which
-    therefore teach nothing, by groups of fresh prompts. A group that still has no replacement then stays, with
-    advantages of 0. 0 switches this off.
+    therefore teach nothing, by groups of the next prompts, also across an epoch's end. A group that still has no
+    replacement then stays, with advantages of 0. 0 switches this off.
     """
 
 

@@ -8,7 +8,6 @@ from ..corrections.batch import counted
 from ..rollout.sampling_options import biasing_options
 from .checks import check_method
 from .correction_step import CorrectionStep, scores_in_one_pass
-from .dynamic_sampling import dynamically_sampled
 from .introduction import PACKAGE_TAG
 from .sampling import QuantSampling
 from .ties import tied
@@ -95,7 +94,7 @@ class QuantGRPOTrainer(QuantSampling, GRPOTrainer):
     # The correction, in the order of `CorrectionStep`'s list of calls
 
     def _generate_and_score_completions(self, inputs):
-        with dynamically_sampled(self, inputs) as inputs, self.correction_step.scoring():
+        with self.correction_step.scoring():
             output = super()._generate_and_score_completions(inputs)
         self.correct(output)
         return output

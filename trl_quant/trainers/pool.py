@@ -38,9 +38,10 @@ have sampled, each learns of all samples. No rank waits for another before.
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 from pathlib import Path
 
 import torch
@@ -48,13 +49,14 @@ import torch.nn.functional as F
 from accelerate.utils import gather_object
 from torch import Tensor
 from trl.extras.profiling import profiling_context
-from trl.trainer.utils import RepeatSampler
 
 from ..reading import ANOTHER, reading
+from ..rollout.base import RolloutEngine
 from ..rollout.engine import Request, Samples
-from ..runs.checkpoints import same_after_resume
 from ..storage.run_checkpoints import POOL_NAME
 from . import phases
+from .dynamic_sampling import dynamically_sampled
+from .prompt_order import PromptOrder
 
 
 logger = logging.getLogger(__name__)
@@ -150,52 +152,6 @@ def dealt(groups: list[Group], wanted: int, engines: int) -> list[list[Group]]:
     return hands
 
 
-class PromptOrder:
-    """
-    The rows of the training data, in the order in which TRL hands out their prompts, epoch after epoch.
-
-    Args:
-        trainer: The trainer, whose sampler is TRL's `RepeatSampler`.
-
-    Attributes:
-        size (`int`): Number of completions of a prompt.
-        groups (`int`): Number of prompts of a generation, over all ranks.
-        generations (`int`): Number of generations in an epoch.
-        repeats (`int`): Number of micro-batches that a generation serves.
-    """
-
-    def __init__(self, trainer):
-        sampler = trainer._get_train_sampler()
-        self.size, self.repeats = sampler.mini_repeat_count, sampler.repeat_count
-        self.groups = sampler.batch_size  # of a generation
-        self.generations = len(sampler.data_source) // self.groups  # of an epoch
-        given = {"batch_size": sampler.batch_size, "shuffle": sampler.shuffle, "seed": sampler.seed}
-        self._once = same_after_resume(RepeatSampler(sampler.data_source, mini_repeat_count=1, **given))
-        self._epoch, self._rows = -1, []
-
-    def __getitem__(self, place: int) -> int:
-        """Returns the row of the data whose prompt is at a place of the order, from 0."""
-        epoch, place = divmod(place, self.generations * self.groups)
-        if epoch != self._epoch:
-            if self._once.shuffle:
-                self._once.set_epoch(epoch)
-            self._epoch, self._rows = epoch, list(self._once)
-        return self._rows[place]
-
-    def generations_within(self, steps: int, micro_batches: int) -> int:
-        """
-        Returns the number of generations in the first optimizer steps of a run.
-
-        Args:
-            steps (`int`): Number of optimizer steps.
-            micro_batches (`int`): Micro-batches of a step; the last step of an epoch may have fewer.
-        """
-        of_epoch = self.generations * self.repeats  # micro-batches
-        epochs, rest = divmod(steps, max(math.ceil(of_epoch / micro_batches), 1))
-        started = math.ceil(min(rest * micro_batches, of_epoch) / self.repeats)
-        return epochs * self.generations + started
-
-
 class RolloutPool:
     """
     The groups of a run that have started and have not been returned. All ranks hold the same pool.
@@ -205,11 +161,14 @@ class RolloutPool:
     1. [`returning`] begins, with the rows that TRL hands out. The engine gets the policy's weights and the noise.
     2. New groups start, up to f n.
     3. All unfinished completions are sampled, until [`may_end`].
-    4. The n oldest finished groups leave the pool. [`returning`] yields this rank's rows of them, in their order. TRL
-       "generates" their completions: `vllm_generation` returns those of the pool.
+    4. The n oldest finished groups leave the pool. With dynamic sampling, those without a signal are replaced: 2 to 4
+       again, for as many groups as are missing (see [`dynamic_sampling`]).
+    5. [`returning`] yields this rank's rows of them, in their order. TRL "generates" their completions: it gets those
+       of the pool.
 
     Args:
-        trainer: The trainer, with an engine.
+        trainer: The trainer.
+        sampler ([`~rollout.RolloutEngine`] or `None`): Its engine; `None` if TRL generates, which ends no call early.
 
     Attributes:
         groups (`list[Group]`): The groups in flight, and finished ones that wait, in the order of their start.
@@ -217,18 +176,23 @@ class RolloutPool:
         generation (`int`): Number of generations that have been returned.
         cohorts (`dict[int, list[int]]`): For each generation, of the groups that started in it: the tokens and the
             completions that have been returned, and the number of groups that have not.
-        prompts (`list[list[int]]` or `None`): The prompts of the rows that TRL gets at present.
+        prompts (`list[list[int]]` or `None`), samples (`Samples` or `None`): The prompts of the rows that TRL gets at
+            present, and the samples that it "generates" for them.
     """
 
-    def __init__(self, trainer):
+    def __init__(self, trainer, sampler: RolloutEngine | None):
         args = trainer.args
-        self.trainer, self.factor, self.max_staleness = trainer, args.rollouts_in_flight, args.max_staleness
+        self.trainer, self.sampler = trainer, sampler
+        self.factor, self.max_staleness = args.rollouts_in_flight, args.max_staleness
         self.groups: list[Group] = []
         self.started = self.generation = 0
         self.cohorts: dict[int, list[int]] = {}
         self.prompts: list[list[int]] | None = None
+        self.samples: Samples | None = None
+        self._columns: list[str] = []  # of the rows that TRL hands out
+        self._recomputed_tokens = 0
         self._order: PromptOrder | None = None
-        self._returned: list[Completion] = []  # this rank's, of the last generation
+        self._handed: list[Completion] = []  # the completions of `samples`, also after the context
 
     @property
     def order(self) -> PromptOrder:
@@ -260,6 +224,11 @@ class RolloutPool:
         """The number of engines. Each samples whole groups."""
         return self.trainer.accelerator.num_processes // self.ranks_of_engine
 
+    @property
+    def finished(self) -> list[Group]:
+        """The groups that have finished, oldest first."""
+        return [group for group in self.groups if group.has_finished]
+
     # A generation
 
     @contextmanager
@@ -270,37 +239,68 @@ class RolloutPool:
         Args:
             inputs (`list[dict]`): The rows that TRL hands out to this rank. Only their columns and their number count.
         """
-        trainer = self.trainer
+        trainer, rounds = self.trainer, self.trainer.args.dynamic_sampling_rounds
         trainer.meet_generation([row["prompt"] for row in inputs])
-        with trainer.generation():
-            self._start()
-            carried = [c for group in self.groups for c in group.completions if c.token_ids and not c.has_ended]
-            metrics = {
-                "rollouts/carried": float(len(carried)),
-                "rollouts/recomputed_tokens": float(self._recomputed()),
-            }
-            self._sample()
-        returned = self._take()
-        ages = [self.generation - version for group in returned for c in group.completions for version in c.versions]
-        metrics |= {"rollouts/age": sum(ages) / max(len(ages), 1), "rollouts/age_max": float(max(ages, default=0))}
-        trainer.log_values(metrics | self._lengths(returned))
-        rows = [(group, completion) for group in returned for completion in group.completions]
-        rank = trainer.accelerator.process_index
-        rows = rows[rank * len(inputs) : (rank + 1) * len(inputs)]
-        self._returned = [completion for _, completion in rows]
-        self.prompts = [group.prompt for group, _ in rows]
-        samples = Samples([c.token_ids for c in self._returned], [c.logps for c in self._returned])
-        try:
-            with trainer.vllm_generation.returning(samples):
-                yield [self._row(group, inputs[0]) for group, _ in rows]
-        finally:
-            self.prompts = None
+        self._columns = list(inputs[0])
+        self._recomputed_tokens = 0
+        carried = len([c for group in self.groups for c in group.completions if c.token_ids and not c.has_ended])
+        if rounds:
+            returned, known_scores = dynamically_sampled(self, rounds)
+        else:
+            returned, known_scores = self.next_groups(self.wanted), nullcontext()
+        tokens = {"rollouts/carried": float(carried), "rollouts/recomputed_tokens": float(self._recomputed_tokens)}
+        metrics = tokens | self._ages_of(returned) | self._lengths()
+        if self.factor > 1:
+            trainer.log_values(metrics)
+        with known_scores, self.handing_out(returned) as rows:
+            yield rows
         self.generation += 1
 
-    def _row(self, group: Group, columns: dict) -> dict:
+    def next_groups(self, count: int) -> list[Group]:
+        """
+        Takes the `count` oldest finished groups out of the pool, and samples until there are as many. Within a
+        generation it may be called again for further ones.
+        """
+        if count == self.wanted or len(self.finished) < count:
+            with nullcontext() if self.sampler is None else self.trainer.generation():
+                self._start(count)
+                self._recomputed_tokens += self._recomputed()
+                if self.sampler is None:
+                    self._generate()
+                else:
+                    self._sample(count)
+        return self._take(count)
+
+    @contextmanager
+    def handing_out(self, groups: list[Group]) -> Iterator[list[dict]]:
+        """Context in which TRL "generates" the completions of `groups`. Yields this rank's part of their rows."""
+        rows = self._part(groups)
+        self._handed = [completion for _, completion in rows]
+        samples = Samples([c.token_ids for c in self._handed], [c.logps for c in self._handed])
+        generated = nullcontext() if self.sampler is None else self.trainer.vllm_generation.returning(samples)
+        self.prompts, self.samples = [group.prompt for group, _ in rows], samples
+        try:
+            with generated:
+                yield [self._row(group) for group, _ in rows]
+        finally:
+            self.prompts = self.samples = None
+
+    def _part(self, groups: list[Group]) -> list[tuple[Group, Completion]]:
+        """Returns this rank's part of the completions of `groups`, each with its group."""
+        rows = [(group, completion) for group in groups for completion in group.completions]
+        rank, size = self.trainer.accelerator.process_index, len(rows) // self.trainer.accelerator.num_processes
+        return rows[rank * size : (rank + 1) * size]
+
+    def evenly(self, groups: list[Group]) -> list[Group]:
+        """Repeats the first groups, if need be, until all completions divide equally among the ranks."""
+        ranks = self.trainer.accelerator.num_processes
+        unit = ranks // math.gcd(ranks, self.order.size)
+        return list(islice(cycle(groups), math.ceil(len(groups) / unit) * unit))
+
+    def _row(self, group: Group) -> dict:
         """Returns the row of the data that a group belongs to, with the columns that TRL hands out."""
         row = self.trainer.train_dataset[group.row]
-        return {name: row[name] for name in columns}
+        return {name: row[name] for name in self._columns}
 
     def _recomputed(self) -> int:
         """Counts the tokens that are computed again: of unfinished completions so far, and of their groups' prompts."""
@@ -310,9 +310,12 @@ class RolloutPool:
             count += sum(lengths) + (len(group.prompt) if lengths else 0)
         return count
 
-    def _start(self) -> None:
-        """Starts the groups of the next prompts. It starts none that the rest of the run cannot return."""
-        in_flight = min(math.ceil(self.factor * self.wanted), self.left * self.wanted)
+    def _start(self, count: int) -> None:
+        """
+        Starts the groups of the next prompts, when `count` groups are still to return. It starts none that the rest of
+        the run cannot return.
+        """
+        in_flight = min(math.ceil(self.factor * self.wanted), self.left * self.wanted) - (self.wanted - count)
         places = range(self.started, self.started + max(in_flight - len(self.groups), 0))
         if not places:
             return
@@ -323,30 +326,43 @@ class RolloutPool:
             completions = [Completion() for _ in range(self.order.size)]
             self.groups.append(Group(place, row, list(ids), self.generation, completions))
         self.started += len(places)
-        self.cohorts[self.generation] = [0, 0, len(places)]
+        self.cohorts.setdefault(self.generation, [0, 0, 0])[2] += len(places)
 
-    def _sample(self) -> None:
-        """Samples from this rank's engine until the generation may end, and learns what the others have sampled."""
+    def _sample(self, count: int) -> None:
+        """Samples from this rank's engine until `count` groups have finished, and learns what others have sampled."""
         trainer = self.trainer
         engine, member = divmod(trainer.accelerator.process_index, self.ranks_of_engine)
-        wanted, hands = shares(self.wanted, self.engines), dealt(self.groups, self.wanted, self.engines)
+        of_each = count if count == self.wanted else math.ceil(count / self.engines) * self.engines
+        hands, share = dealt(self.groups, of_each, self.engines), shares(of_each, self.engines)[engine]
         asked = [[(group, c) for group in hand for c in group.completions if not c.has_ended] for hand in hands]
         mine = hands[engine]
 
         def enough(ended: list[bool]) -> bool:
             unfinished = {id(c) for (_, c), has_ended in zip(asked[engine], ended, strict=True) if not has_ended}
             finished = [all(id(c) not in unfinished for c in group.completions) for group in mine]
+            if count < self.wanted:  # what the generation has returned before left nothing that is due
+                return sum(finished) >= share
             began = [group.began for group in mine]
-            return may_end(began, finished, wanted[engine], self.generation, self.max_staleness)
+            return may_end(began, finished, share, self.generation, self.max_staleness)
 
         samples = Samples([], [])
         if asked[engine] and not enough([False] * len(asked[engine])):
             requests = [Request(group.prompt, sampled=c.token_ids) for group, c in asked[engine]] if member == 0 else []
             profiler = profiling_context(trainer, phases.IN_VLLM)
-            samples = trainer.vllm_generation.sampler.draw(requests, profiler, enough)
+            samples = self.sampler.draw(requests, profiler, enough if self.factor > 1 else None)
         found = gather_object([(engine, samples)] if member == 0 else [])
         for number, sampled in found:
             self._add([c for _, c in asked[number]], sampled)
+
+    def _generate(self) -> None:
+        """Has TRL generate the completions of all groups that have not finished: on each rank as many."""
+        waiting = [group for group in self.groups if not group.has_finished]
+        prompts = [group.prompt for group, _ in self._part(self.evenly(waiting))]
+        token_ids, logps = self.trainer._generate_single_turn(prompts, None, {}, self.order.size)
+        logps = logps or [[None] * len(ids) for ids in token_ids]
+        completions = [completion for group in waiting for completion in group.completions]
+        found = gather_object(list(zip(token_ids, logps, strict=True)))[: len(completions)]
+        self._add(completions, Samples(*map(list, zip(*found, strict=True))))
 
     def _add(self, completions: list[Completion], samples: Samples) -> None:
         """Adds what a call has sampled to its completions."""
@@ -359,28 +375,29 @@ class RolloutPool:
             completion.versions += [self.generation] * len(ids)
             completion.has_ended = has_ended
 
-    def _take(self) -> list[Group]:
-        """Takes the groups that the generation returns out of the pool: of each engine the oldest finished ones."""
-        hands = dealt(self.groups, self.wanted, self.engines)
-        taken = []
-        for hand, share in zip(hands, shares(self.wanted, self.engines), strict=True):
-            taken += [group for group in hand if group.has_finished][:share]
+    def _take(self, count: int) -> list[Group]:
+        """Takes the `count` oldest finished groups out of the pool."""
+        taken = self.finished[:count]
         places = {group.place for group in taken}
         self.groups = [group for group in self.groups if group.place not in places]
-        return taken
-
-    def _lengths(self, returned: list[Group]) -> dict[str, float]:
-        """
-        Counts what a generation returns. Returns the mean length, in tokens, of the completions that started in the
-        newest generation of which this return is the last: short completions return before long ones of their start.
-        """
-        for group in returned:
+        for group in taken:
             cohort = self.cohorts[group.began]
             cohort[0] += sum(len(completion.token_ids) for completion in group.completions)
             cohort[1] += len(group.completions)
             cohort[2] -= 1
+        return taken
+
+    def _lengths(self) -> dict[str, float]:
+        """
+        Returns the mean length, in tokens, of the completions that started in the newest generation of which all have
+        returned: short completions return before long ones of their start.
+        """
         whole = [self.cohorts.pop(began) for began, (_, _, left) in sorted(self.cohorts.items()) if not left]
         return {"rollouts/started_length": whole[-1][0] / whole[-1][1]} if whole else {}
+
+    def _ages_of(self, groups: list[Group]) -> dict[str, float]:
+        ages = [self.generation - version for group in groups for c in group.completions for version in c.versions]
+        return {"rollouts/age": sum(ages) / max(len(ages), 1), "rollouts/age_max": float(max(ages, default=0))}
 
     def ages(self, like: Tensor) -> Tensor:
         """
@@ -392,7 +409,7 @@ class RolloutPool:
         Returns:
             `torch.Tensor` of shape `(B, T)`: The ages; 0 on padding.
         """
-        rows = [self.generation - 1 - torch.tensor(c.versions, dtype=torch.long) for c in self._returned]
+        rows = [self.generation - 1 - torch.tensor(c.versions, dtype=torch.long) for c in self._handed]
         return torch.stack([F.pad(row, (0, like.shape[1] - len(row))) for row in rows]).to(like.device)
 
     # Checkpoints and the end of a run

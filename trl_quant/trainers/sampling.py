@@ -43,7 +43,8 @@ class QuantSampling(QuantPrecision):
     Attributes:
         correction_step ([`~trainers.correction_step.CorrectionStep`]): The correction of the loss, if there is one.
         drawn_prompts ([`~trainers.checks.DrawnPrompts`] or `None`): The check of the prompts of each generation.
-        pool ([`~trainers.pool.RolloutPool`] or `None`): What a generation leaves unfinished; `None` if nothing.
+        pool ([`~trainers.pool.RolloutPool`] or `None`): The groups that have started and have not been
+            returned; `None` if TRL's own order of sampling serves.
     """
 
     correction_step: CorrectionStep | NoStep = NoStep()
@@ -59,9 +60,10 @@ class QuantSampling(QuantPrecision):
             leave_casts_to_autocast(self.model)
             tell_noise(self.model, self.args)
         self.drawn_prompts = DrawnPrompts(self, self._engine)
-        if self._engine is not None and self.args.rollouts_in_flight > 1:
+        if self.args.rollouts_in_flight > 1:
             check_ends_early(self.args, generation.engine, self._engine.ends_early)
-            self.pool = RolloutPool(self)
+        if self.args.rollouts_in_flight > 1 or self.args.dynamic_sampling_rounds:
+            self.pool = RolloutPool(self, self._engine)
 
     def loading(self, args, **fields) -> AbstractContextManager:
         """Context of TRL's constructor, which gets our engine. Where TRL builds its own, models stay as they are."""
@@ -158,6 +160,9 @@ class QuantSampling(QuantPrecision):
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, *args, **kwargs):
         if self._engine is None:
+            if self.pool is not None and self.pool.samples is not None:
+                token_ids, logps = self.pool.samples.token_ids, self.pool.samples.logps
+                return token_ids, None if any(None in row for row in logps) else logps
             return super()._generate_single_turn(prompt_ids, images, multimodal_fields, *args, **kwargs)
         self.vllm_generation.multimodal_fields = multimodal_fields
         with self._engine_errors_explained():
@@ -228,14 +233,15 @@ class QuantSampling(QuantPrecision):
         else:
             with self.pool.returning(inputs) as rows:
                 output = super()._generate_and_score_completions(rows)
-            output["ages"] = self.pool.ages(like=output["completion_ids"])
+            if self.pool.factor > 1:
+                output["ages"] = self.pool.ages(like=output["completion_ids"])
         if self._engine is not None and self.model.training:  # an evaluation leaves its metrics for the next step
             self.log_values(self._engine.take_metrics())
         return output
 
     def train(self, *args, **kwargs):
         if self.pool is not None:
-            self.pool = RolloutPool(self)
+            self.pool = RolloutPool(self, self._engine)
         output = super().train(*args, **kwargs)
         if self.pool is not None:
             self.pool.tell_unfinished()

@@ -131,13 +131,6 @@ RULES = (
         "in flight would return at a greater age. The factor may be at most `max_staleness` + 1.",
     ),
     Rule(
-        ("rollouts_in_flight", "dynamic_sampling_rounds"),
-        when=lambda run: _is_partial(run) and run.args.dynamic_sampling_rounds,
-        message="`rollouts_in_flight`={args.rollouts_in_flight!r} cannot be combined with `dynamic_sampling_rounds`="
-        "{args.dynamic_sampling_rounds!r}, which replaces groups by fresh ones of the same generation. Unset one of "
-        "the two.",
-    ),
-    Rule(
         ("rollouts_in_flight",),
         when=lambda run: _is_partial(run) and run.args.denoises,
         message="`rollouts_in_flight`={args.rollouts_in_flight!r}: a masked diffusion model denoises all completions "
