@@ -246,6 +246,22 @@ def test_groups_in_flight_replace_those_without_a_signal(tmp_path, rounds):
     assert Counter(rows) == Counter(prompts[order[place]] for place in range(started))
 
 
+@pytest.mark.parametrize("options", [{"rounds": 0, "rollouts_in_flight": 2.0}, {"rounds": 1}], ids=["flight", "signal"])
+def test_an_error_of_the_engine_is_explained(tmp_path, options):
+    options = options | {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "max_completion_length": 24}
+    trainer = trainer_of(tmp_path, kind=DrawsLots, rollout_precision="bf16", **options)
+    engine, sample = trainer.vllm_generation.engine, trainer.vllm_generation.engine.sample
+
+    def failing(requests, enough=None):
+        if trainer.state.global_step == 3:
+            raise OSError("The engine is gone")
+        return sample(requests, enough)
+
+    engine.sample = failing
+    with pytest.raises(RuntimeError, match=r"rollout engine failed at step 3.*checkpoint-2.*The engine is gone"):
+        trainer.train()
+
+
 def test_what_an_earlier_round_sampled_does_not_count_as_sampled_elsewhere(tmp_path, caplog):
     trainer_of(tmp_path, max_steps=1).train()
     assert "was not sampled from the rollout engine" not in caplog.text

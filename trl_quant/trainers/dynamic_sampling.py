@@ -11,7 +11,7 @@ rounds.
 |---|---|
 | `G` | `num_generations` |
 | `0 < \|{...}\| < G`, for rewards of 0 and 1 | [`informative`]: the rewards of the group differ |
-| the dynamic sampling buffer | [`~trainers.pool.RolloutPool`], from which a generation takes further groups |
+| the dynamic sampling buffer | [`DynamicPool`], from which a generation takes further groups |
 
 **Choice** The paper samples until the batch is full. Here the number of rounds is limited, and a group without a
 replacement stays, with the advantages of 0 that TRL gives it. **Choice** A group is informative if the rewards that TRL
@@ -27,17 +27,14 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
 from ..trl_seams import exchanged
-
-
-if TYPE_CHECKING:
-    from .pool import Group, RolloutPool
+from .pool import Group, RolloutPool
 
 
 def informative(rewards: Tensor, weights: Tensor, num_generations: int, apart: bool = False) -> Tensor:
@@ -79,7 +76,7 @@ class Scored:
         has_signal (`bool`): Whether the group is informative.
     """
 
-    group: "Group"
+    group: Group
     rewards: Tensor
     extra: list[dict[str, Any]]
     has_signal: bool
@@ -90,84 +87,79 @@ class Scored:
         return sum(len(completion.token_ids) for completion in self.group.completions)
 
 
-def scored(pool: "RolloutPool", groups: list["Group"]) -> list[Scored]:
-    """Computes the rewards of finished groups, as TRL computes them. All ranks call it, and each scores a part."""
-    trainer, size = pool.trainer, pool.order.size
-    with exchanged(trainer, _metrics={"train": defaultdict(list)}), pool.handing_out(pool.evenly(groups)) as rows:
-        prompts = [row["prompt"] for row in rows]
-        _, completion_ids, _, completions, *_ = trainer._generate(prompts)
-        rewards = trainer._calculate_rewards(rows, prompts, completions, completion_ids)
-    columns = dict(trainer._pending_extra_logs)
-    trainer._pending_extra_logs.clear()
-    extra = [{name: values[i] for name, values in columns.items() if i < len(values)} for i in range(len(rows))]
-    extra = gather_object(extra)
-    apart = trainer.multi_objective_aggregation == "normalize_then_sum"
-    signals = informative(rewards, trainer.reward_weights.to(rewards.device), size, apart).tolist()
-    parts = [slice(i * size, (i + 1) * size) for i in range(len(groups))]  # without what was repeated
-    return [
-        Scored(group, rewards[part], extra[part], has_signal)
-        for group, part, has_signal in zip(groups, parts, signals, strict=False)
-    ]
-
-
-def dynamically_sampled(pool: "RolloutPool", rounds: int) -> tuple[list["Group"], AbstractContextManager]:
+class DynamicPool(RolloutPool):
     """
-    Takes the groups of a generation out of the pool, and replaces those without a signal.
+    A [`~trainers.pool.RolloutPool`] whose generations return groups with a signal, as long as
+    `dynamic_sampling_rounds` allow. Its arguments are those of `RolloutPool`.
 
-    TRL then gets their rewards, and does not compute them again. So it pads, scores and logs only what is trained on,
-    while `num_tokens` counts everything that was sampled. Reward functions log their own metrics in every round.
-
-    Args:
-        pool ([`~trainers.pool.RolloutPool`]): The pool.
-        rounds (`int`): The largest number of further rounds.
-
-    Returns:
-        `tuple`: the groups, and the context in which TRL gets their rewards.
+    TRL gets the rewards with the groups, and does not compute them again. So it pads, scores and logs only what is
+    trained on, while `num_tokens` counts everything that was sampled. Reward functions log their own metrics in every
+    round.
     """
-    trainer, seen = pool.trainer, pool.trainer.state.num_input_tokens_seen
-    batch, thrown = scored(pool, pool.next_groups(pool.wanted)), []
-    places = uninformative = _without_signal(batch)
-    done = 0
-    while places:
-        if len(pool.finished) < len(places):
-            if done == rounds:
-                break
-            done += 1
-        fresh = scored(pool, pool.next_groups(len(places)))
-        useful = [new for new in fresh if new.has_signal]
-        thrown += [new for new in fresh if not new.has_signal]
-        for place, new in zip(places, useful, strict=False):
-            thrown.append(batch[place])
-            batch[place] = new
-        places = _without_signal(batch)
-    size, wasted = pool.order.size, sum(one.tokens for one in thrown)
-    # TRL adds the tokens of those that are trained on
-    trainer.state.num_input_tokens_seen = seen + wasted + sum(len(one.group.prompt) * size for one in thrown)
-    trainer.log_values(
-        {
-            "dynamic_sampling/uninformative_fraction": len(uninformative) / len(batch),
-            "dynamic_sampling/rounds": float(done),
-            "dynamic_sampling/replaced_groups": float(len(uninformative) - len(places)),
-            "dynamic_sampling/remaining_fraction": len(places) / len(batch),
-            "dynamic_sampling/wasted_tokens": float(wasted),
-        }
-    )
-    return [one.group for one in batch], _known(trainer, batch)
+
+    def choose(self) -> tuple[list[Group], AbstractContextManager]:
+        state, rounds = self.trainer.state, self.trainer.args.dynamic_sampling_rounds
+        seen, done, thrown = state.num_input_tokens_seen, 0, []
+        batch = self.scored(self.next_groups(self.wanted))
+        places = uninformative = _without_signal(batch)
+        while places:
+            if len(self.finished) < len(places):
+                if done == rounds:
+                    break
+                done += 1
+            fresh = self.scored(self.next_groups(len(places)))
+            useful = [new for new in fresh if new.has_signal]
+            thrown += [new for new in fresh if not new.has_signal]
+            for place, new in zip(places, useful, strict=False):
+                thrown.append(batch[place])
+                batch[place] = new
+            places = _without_signal(batch)
+        wasted = sum(one.tokens for one in thrown)
+        # TRL adds the tokens of those that are trained on
+        state.num_input_tokens_seen = seen + wasted + sum(len(one.group.prompt) * self.order.size for one in thrown)
+        self.trainer.log_values(
+            {
+                "dynamic_sampling/uninformative_fraction": len(uninformative) / len(batch),
+                "dynamic_sampling/rounds": float(done),
+                "dynamic_sampling/replaced_groups": float(len(uninformative) - len(places)),
+                "dynamic_sampling/remaining_fraction": len(places) / len(batch),
+                "dynamic_sampling/wasted_tokens": float(wasted),
+            }
+        )
+        return [one.group for one in batch], self._known(batch)
+
+    def scored(self, groups: list[Group]) -> list[Scored]:
+        """Computes the rewards of finished groups, as TRL computes them. Each rank scores as many completions."""
+        trainer, size = self.trainer, self.order.size
+        with exchanged(trainer, _metrics={"train": defaultdict(list)}), self.handing_out(self.evenly(groups)) as rows:
+            prompts = [row["prompt"] for row in rows]
+            _, completion_ids, _, completions, *_ = trainer._generate(prompts)
+            rewards = trainer._calculate_rewards(rows, prompts, completions, completion_ids)
+        columns = dict(trainer._pending_extra_logs)
+        trainer._pending_extra_logs.clear()
+        extra = [{name: values[i] for name, values in columns.items() if i < len(values)} for i in range(len(rows))]
+        extra = gather_object(extra)
+        apart = trainer.multi_objective_aggregation == "normalize_then_sum"
+        signals = informative(rewards, trainer.reward_weights.to(rewards.device), size, apart).tolist()
+        found = []
+        for i, group in enumerate(groups):  # without those that are repeated
+            part = slice(i * size, (i + 1) * size)
+            found.append(Scored(group, rewards[part], extra[part], signals[i]))
+        return found
+
+    @contextmanager
+    def _known(self, batch: list[Scored]) -> Iterator[None]:
+        """Context in which TRL gets the rewards of a generation and the columns that reward functions logged."""
+        trainer, extra = self.trainer, [columns for one in batch for columns in one.extra]
+        size = len(extra) // trainer.accelerator.num_processes
+        mine = extra[trainer.accelerator.process_index * size :][:size]
+        for name in sorted({name for columns in extra for name in columns}):
+            trainer._pending_extra_logs[name] = [columns.get(name) for columns in mine]
+        rewards = torch.cat([one.rewards for one in batch])
+        with exchanged(trainer, _calculate_rewards=lambda *args, **kwargs: rewards):
+            yield
 
 
 def _without_signal(batch: list[Scored]) -> list[int]:
     """Returns the places of the groups that are to be replaced."""
     return [place for place, one in enumerate(batch) if not one.has_signal]
-
-
-@contextmanager
-def _known(trainer, batch: list[Scored]) -> Iterator[None]:
-    """Context in which TRL gets the rewards of a generation and the columns that reward functions logged."""
-    extra = [columns for one in batch for columns in one.extra]
-    size = len(extra) // trainer.accelerator.num_processes
-    mine = extra[trainer.accelerator.process_index * size :][:size]
-    for name in sorted({name for columns in extra for name in columns}):
-        trainer._pending_extra_logs[name] = [columns.get(name) for columns in mine]
-    rewards = torch.cat([one.rewards for one in batch])
-    with exchanged(trainer, _calculate_rewards=lambda *args, **kwargs: rewards):
-        yield

@@ -38,7 +38,7 @@ have sampled, each learns of all samples. No rank waits for another before.
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import cycle, islice
@@ -48,14 +48,11 @@ import torch
 import torch.nn.functional as F
 from accelerate.utils import gather_object
 from torch import Tensor
-from trl.extras.profiling import profiling_context
 
 from ..reading import ANOTHER, reading
 from ..rollout.base import RolloutEngine
 from ..rollout.engine import Request, Samples
 from ..storage.run_checkpoints import POOL_NAME
-from . import phases
-from .dynamic_sampling import dynamically_sampled
 from .prompt_order import PromptOrder
 
 
@@ -162,7 +159,7 @@ class RolloutPool:
     2. New groups start, up to f n.
     3. All unfinished completions are sampled, until [`may_end`].
     4. The n oldest finished groups leave the pool. With dynamic sampling, those without a signal are replaced: 2 to 4
-       again, for as many groups as are missing (see [`dynamic_sampling`]).
+       again, for as many groups as are missing (see [`~trainers.dynamic_sampling.DynamicPool`]).
     5. [`returning`] yields this rank's rows of them, in their order. TRL "generates" their completions: it gets those
        of the pool.
 
@@ -239,22 +236,28 @@ class RolloutPool:
         Args:
             inputs (`list[dict]`): The rows that TRL hands out to this rank. Only their columns and their number count.
         """
-        trainer, rounds = self.trainer, self.trainer.args.dynamic_sampling_rounds
+        trainer = self.trainer
         trainer.meet_generation([row["prompt"] for row in inputs])
         self._columns = list(inputs[0])
         self._recomputed_tokens = 0
         carried = len([c for group in self.groups for c in group.completions if c.token_ids and not c.has_ended])
-        if rounds:
-            returned, known_scores = dynamically_sampled(self, rounds)
-        else:
-            returned, known_scores = self.next_groups(self.wanted), nullcontext()
+        returned, scores = self.choose()
         tokens = {"rollouts/carried": float(carried), "rollouts/recomputed_tokens": float(self._recomputed_tokens)}
         metrics = tokens | self._ages_of(returned) | self._lengths()
         if self.factor > 1:
             trainer.log_values(metrics)
-        with known_scores, self.handing_out(returned) as rows:
+        with scores, self.handing_out(returned) as rows:
             yield rows
         self.generation += 1
+
+    def choose(self) -> tuple[list[Group], AbstractContextManager]:
+        """
+        Samples a generation and takes the groups that it returns out of the pool.
+
+        Returns:
+            `tuple`: the groups, and a context in which TRL gets what is known of their scores.
+        """
+        return self.next_groups(self.wanted), nullcontext()
 
     def next_groups(self, count: int) -> list[Group]:
         """
@@ -266,7 +269,7 @@ class RolloutPool:
                 self._start(count)
                 self._recomputed_tokens += self._recomputed()
                 if self.sampler is None:
-                    self._generate()
+                    self._generate_whole()
                 else:
                     self._sample(count)
         return self._take(count)
@@ -348,13 +351,12 @@ class RolloutPool:
         samples = Samples([], [])
         if asked[engine] and not enough([False] * len(asked[engine])):
             requests = [Request(group.prompt, sampled=c.token_ids) for group, c in asked[engine]] if member == 0 else []
-            profiler = profiling_context(trainer, phases.IN_VLLM)
-            samples = self.sampler.draw(requests, profiler, enough if self.factor > 1 else None)
+            samples = trainer.draw(requests, enough if self.factor > 1 else None)
         found = gather_object([(engine, samples)] if member == 0 else [])
         for number, sampled in found:
             self._add([c for _, c in asked[number]], sampled)
 
-    def _generate(self) -> None:
+    def _generate_whole(self) -> None:
         """Has TRL generate the completions of all groups that have not finished: on each rank as many."""
         waiting = [group for group in self.groups if not group.has_finished]
         prompts = [group.prompt for group, _ in self._part(self.evenly(waiting))]

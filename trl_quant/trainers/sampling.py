@@ -15,12 +15,13 @@ from trl.extras.profiling import profiling_context
 
 from ..policy.adapters import leave_casts_to_autocast
 from ..rollout import EngineSpec, RolloutEngine, RolloutNoise, build_engine, engine_of
-from ..rollout.engine import Engine
+from ..rollout.engine import Engine, Enough, Request, Samples
 from ..rollout.trl_face import QuantGeneration
 from ..runs import checkpoints, unfinished
 from . import phases
 from .checks import DrawnPrompts, check_ends_early, check_model, tell_noise
 from .correction_step import CorrectionStep, NoStep
+from .dynamic_sampling import DynamicPool
 from .pool import RolloutPool
 from .positions import check_rows, fix_choice, models_of, own_prompts
 from .precision import QuantPrecision, follow_engine, train_as_sampled
@@ -62,8 +63,12 @@ class QuantSampling(QuantPrecision):
         self.drawn_prompts = DrawnPrompts(self, self._engine)
         if self.args.rollouts_in_flight > 1:
             check_ends_early(self.args, generation.engine, self._engine.ends_early)
-        if self.args.rollouts_in_flight > 1 or self.args.dynamic_sampling_rounds:
-            self.pool = RolloutPool(self, self._engine)
+        self.pool = self._new_pool()
+
+    def _new_pool(self) -> RolloutPool | None:
+        if self.args.dynamic_sampling_rounds:
+            return DynamicPool(self, self._engine)
+        return RolloutPool(self, self._engine) if self.args.rollouts_in_flight > 1 else None
 
     def loading(self, args, **fields) -> AbstractContextManager:
         """Context of TRL's constructor, which gets our engine. Where TRL builds its own, models stay as they are."""
@@ -168,6 +173,11 @@ class QuantSampling(QuantPrecision):
         with self._engine_errors_explained():
             return super()._generate_single_turn(prompt_ids, images, multimodal_fields, *args, **kwargs)
 
+    def draw(self, requests: list[Request], enough: Enough | None) -> Samples:
+        """Samples from the engine; see [`~rollout.RolloutEngine.draw`]."""
+        with self._engine_errors_explained():
+            return self._engine.draw(requests, profiling_context(self, phases.IN_VLLM), enough)
+
     @contextmanager
     def _engine_errors_explained(self) -> Iterator[None]:
         """Context in which an error of the engine also names the step, and the checkpoint to resume from."""
@@ -240,8 +250,7 @@ class QuantSampling(QuantPrecision):
         return output
 
     def train(self, *args, **kwargs):
-        if self.pool is not None:
-            self.pool = RolloutPool(self, self._engine)
+        self.pool = self._new_pool()
         output = super().train(*args, **kwargs)
         if self.pool is not None:
             self.pool.tell_unfinished()
