@@ -204,10 +204,6 @@ def check_partial_rollouts(args, train_dataset) -> None:
             f"{option} reads prompts ahead of TRL, which a stream cannot give twice. Use a `datasets.Dataset`, or set "
             "it to 1."
         )
-    image_columns = {"image", "images"} & set(train_dataset.column_names)
-    if image_columns:
-        column = image_columns.pop()
-        raise ValueError(f"{option} carries texts, but `train_dataset` has a column {column!r}. Set it to 1.")
 
 
 def check_turns(args, tools, environment_factory) -> None:

@@ -39,7 +39,6 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,10 +50,11 @@ from trl.extras.profiling import profiling_context
 from trl.trainer.utils import RepeatSampler
 
 from ..reading import ANOTHER, reading
-from ..rollout.engine import Request, Samples
+from ..rollout.engine import Samples
 from ..runs.checkpoints import same_after_resume
 from ..storage.run_checkpoints import POOL_NAME
 from . import phases
+from .pictures import requests_in_flight, with_images
 
 
 logger = logging.getLogger(__name__)
@@ -317,7 +317,7 @@ class RolloutPool:
         if not places:
             return
         rows = [self.order[place] for place in places]
-        prompts = [deepcopy(self.trainer.train_dataset[row]["prompt"]) for row in rows]
+        prompts = [with_images(self.trainer.train_dataset[row]) for row in rows]
         tokenized, *_ = self.trainer._tokenize_prompts(prompts)
         for place, row, ids in zip(places, rows, tokenized, strict=True):
             completions = [Completion() for _ in range(self.order.size)]
@@ -341,9 +341,9 @@ class RolloutPool:
 
         samples = Samples([], [])
         if asked[engine] and not enough([False] * len(asked[engine])):
-            requests = [Request(group.prompt, sampled=c.token_ids) for group, c in asked[engine]] if member == 0 else []
+            requests, processed = requests_in_flight(trainer, asked[engine] if member == 0 else [])
             profiler = profiling_context(trainer, phases.IN_VLLM)
-            samples = trainer.vllm_generation.sampler.draw(requests, profiler, enough)
+            samples = trainer.vllm_generation.sampler.draw(requests, profiler, enough, processed)
         found = gather_object([(engine, samples)] if member == 0 else [])
         for number, sampled in found:
             self._add([c for _, c in asked[number]], sampled)
