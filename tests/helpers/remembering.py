@@ -1,10 +1,13 @@
 """An FP32 engine that keeps the weights of each sync, and trainers that sample from it with partial rollouts."""
 
+from pathlib import Path
+
 import torch
 from tiny import tiny_model
 from training import trainer_for
 
 from trl_quant.rollout.engine import Samples
+from trl_quant.storage.run_checkpoints import POOL_NAME
 
 
 END = 13  # a completion ends with a token that this number divides
@@ -69,3 +72,39 @@ def partial_run(path, kind, rollouts_in_flight=2.0, **given):
         "lr_scheduler_type": "constant",
     }
     return trainer_for(path, kind=remembering(kind), **settings | given)
+
+
+def returned(trainer) -> list[tuple]:
+    """
+    The list to which the trainer will add each completion that its pool returns: the prompt's token ids, the
+    completion's, and the generations that sampled these.
+    """
+    rows, score = [], trainer._generate_and_score_completions
+
+    def scored(inputs):
+        generation, batch = trainer.pool.generation, score(inputs)
+        parts = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "ages")
+        for prompt, given, ids, sampled, ages in zip(*(batch[name] for name in parts), strict=True):
+            given, sampled = given.bool(), sampled.bool()
+            rows.append((prompt[given].tolist(), ids[sampled].tolist(), (generation - ages[sampled]).tolist()))
+        return batch
+
+    trainer._generate_and_score_completions = scored
+    return rows
+
+
+def in_flight(checkpoint: Path) -> list[dict]:
+    """The groups in flight that a checkpoint holds."""
+    return torch.load(checkpoint / POOL_NAME, weights_only=True)["groups"]
+
+
+def assert_goes_on(groups: list[dict], rows: list[tuple]) -> None:
+    """Each completion in flight begins one that was returned for its prompt, with its versions; some have tokens."""
+    count = 0
+    for group in groups:
+        for completion in group["completions"]:
+            ids, versions = completion["token_ids"].tolist(), completion["versions"].tolist()
+            own = [(found[: len(ids)], by[: len(ids)]) for prompt, found, by in rows if list(prompt) == group["prompt"]]
+            assert (ids, versions) in own
+            count += len(ids)
+    assert count > 0

@@ -148,6 +148,56 @@ def save_tiny_vision(path: str | Path) -> str:
     return str(path)
 
 
+# Tokens of Gemma 3 that stand for an image
+IMAGE_TOKENS = {"boi_token": "<|reserved_0|>", "eoi_token": "<|reserved_1|>", "image_token": "<|reserved_2|>"}
+VISION_TEMPLATE = CHAT_TEMPLATE.replace(
+    "{{ message['content'] }}",
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}<|reserved_0|>{% else %}{{ part['text'] }}"
+    "{% endif %}{% endfor %}",
+)
+
+
+def tiny_reader(seed: int = 0) -> tuple[PreTrainedModel, transformers.ProcessorMixin]:
+    """
+    Gemma 3 that reads images, in FP32, and its processor, which does without torchvision. An image is four tokens, and
+    these see each other.
+    """
+    tokenizer = tiny_tokenizer()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(_backend()),
+        pad_token=PAD,
+        eos_token=EOS,
+        padding_side="left",
+        extra_special_tokens=IMAGE_TOKENS,
+    )
+    images = transformers.Gemma3ImageProcessorPil(size={"height": 28, "width": 28}, do_pan_and_scan=False)
+    processor = transformers.Gemma3Processor(images, tokenizer, chat_template=VISION_TEMPLATE, image_seq_length=4)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = {"vocab_size": VOCAB_SIZE, "num_key_value_heads": 2, "max_position_embeddings": 2048}
+    text |= {"initializer_range": 0.1, "eos_token_id": 257, "pad_token_id": 256, "bos_token_id": None}
+    text |= sizes | FAMILIES["gemma3"][1]
+    ids = {
+        name.replace("token", "token_index"): processor.tokenizer.convert_tokens_to_ids(token)
+        for name, token in IMAGE_TOKENS.items()
+    }
+    config = transformers.Gemma3Config(
+        text_config=text,
+        vision_config=sizes | {"image_size": 28, "patch_size": 14, "initializer_range": 0.1},
+        mm_tokens_per_image=4,
+        eos_token_id=257,
+        pad_token_id=256,
+        **ids,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = transformers.Gemma3ForConditionalGeneration(config).float().eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 1 or not parameter.any():  # norms, biases and what images are projected with
+                    parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model, processor
+
+
 def save_tiny(path: str | Path, family: str = "qwen3", **kwargs) -> str:
     """Saves `tiny_model(family, **kwargs)` and the tokenizer to `path`; returns `path` as a string."""
     tiny_model(family, **kwargs).save_pretrained(path)

@@ -47,7 +47,7 @@ def killing(kill_at: int | None):
         calls.append(1)
         if len(calls) == kill_at:
             raise Killed
-        return [float(sum(map(ord, text)) % 11) for text in completions]
+        return [float(sum(map(ord, str(one))) % 11) for one in completions]
 
     return reward
 

@@ -25,7 +25,7 @@ from trl import GRPOTrainer
 from trl.rewards import get_soft_overlong_punishment
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.config.data import check_dynamic_sampling
+from trl_quant.config.data import check_dynamic_sampling, check_reads_ahead
 from trl_quant.rollout.engine import Samples
 from trl_quant.trainers.dynamic_sampling import informative
 from trl_quant.trainers.prompt_order import PromptOrder
@@ -310,25 +310,32 @@ def test_every_kind_of_reward(tmp_path):
 # Refusals
 
 
+@pytest.mark.parametrize("name", ["tools", "rollout_func", "environment_factory"])
+def test_turns_are_refused(tmp_path, name):
+    args = config(QuantGRPOConfig, tmp_path)
+    args.dynamic_sampling_rounds = 2
+    check_dynamic_sampling(args, tools=[])
+    with pytest.raises(ValueError, match=f"dynamic_sampling_rounds`=2 .*`{name}`"):
+        check_dynamic_sampling(args, **{name: [print]})
+    args.dynamic_sampling_rounds = 0
+    check_dynamic_sampling(args, **{name: [print]})
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("options", "named"),
     [
-        ({"tools": [print]}, "dynamic_sampling_rounds`=2 .*`tools`"),
-        ({"rollout_func": print}, "`rollout_func`"),
-        ({"environment_factory": print}, "`environment_factory`"),
-        ({"train_dataset": dataset(8).to_iterable_dataset()}, "stream"),
-        ({"train_dataset": dataset(8).add_column("image", [0] * 8)}, "column 'image'"),
+        ({"dynamic_sampling_rounds": 2}, "^`dynamic_sampling_rounds`=2 reads"),
+        ({"rollouts_in_flight": 2.0}, "^`rollouts_in_flight`=2.0 reads"),
+        ({"dynamic_sampling_rounds": 2, "rollouts_in_flight": 2.0}, "=2 and `rollouts_in_flight`=2.0 reads"),
     ],
     ids=str,
 )
-def test_refusals(tmp_path, change, message):
-    args = config(QuantGRPOConfig, tmp_path)
-    args.dynamic_sampling_rounds = 2
-    check_dynamic_sampling(args, dataset(8), tools=[])
-    with pytest.raises(ValueError, match=message):
-        check_dynamic_sampling(args, **{"train_dataset": dataset(8)} | change)
-    args.dynamic_sampling_rounds = 0
-    check_dynamic_sampling(args, **{"train_dataset": dataset(8)} | change)
+def test_streams_are_refused(tmp_path, options, named):
+    args = config(QuantGRPOConfig, tmp_path, rollout_precision="int8", **options)
+    check_reads_ahead(args, dataset(8))
+    with pytest.raises(ValueError, match=named):
+        check_reads_ahead(args, dataset(8).to_iterable_dataset())
+    check_reads_ahead(config(QuantGRPOConfig, tmp_path), dataset(8).to_iterable_dataset())
 
 
 def test_trl_has_what_this_is_built_on(tmp_path):

@@ -22,7 +22,7 @@ from .checks import check_what
 from .data import (
     check_data,
     check_dynamic_sampling,
-    check_partial_rollouts,
+    check_reads_ahead,
     check_rewards,
     check_texts,
     check_tokenization,
@@ -57,8 +57,8 @@ def check_before_loading(
     check_data(args, train_dataset, eval_dataset, environments)
     if environments is None and args.has_rewards:  # otherwise rewards may come from the environments
         check_rewards(args, reward_funcs, train_dataset, eval_dataset, more_columns=rollout_func is not None)
-    check_dynamic_sampling(args, train_dataset, tools, rollout_func, environments)
-    check_partial_rollouts(args, train_dataset)
+    check_dynamic_sampling(args, tools, rollout_func, environments)
+    check_reads_ahead(args, train_dataset)
     check_turns(args, tools, environments)
     check_callables(args, others, train_dataset, eval_dataset)
     if args.has_critic:

@@ -167,8 +167,8 @@ def check_texts(train_dataset, eval_dataset) -> None:
             raise ValueError(f"`{name}` has a column {images.pop()!r}, and the critic reads only text. Remove it.")
 
 
-def check_dynamic_sampling(args, train_dataset, tools=None, rollout_func=None, environment_factory=None) -> None:
-    """Raises `ValueError` if dynamic sampling cannot take further groups from the pool."""
+def check_dynamic_sampling(args, tools=None, rollout_func=None, environment_factory=None) -> None:
+    """Raises `ValueError` if dynamic sampling cannot sample the completions of further groups."""
     if not args.dynamic_sampling_rounds:
         return
     option = f"`dynamic_sampling_rounds`={args.dynamic_sampling_rounds}"
@@ -179,28 +179,19 @@ def check_dynamic_sampling(args, train_dataset, tools=None, rollout_func=None, e
             f"{option} samples single turns again, and cannot be combined with {' and '.join(names)}, whose turns have "
             "a state of their own. Set it to 0."
         )
-    if isinstance(train_dataset, IterableDataset):
-        raise ValueError(f"{option} reads prompts ahead of TRL, which a stream cannot give. Use a `datasets.Dataset`.")
-    image_columns = {"image", "images"} & set(train_dataset.column_names)
-    if image_columns:
-        column = image_columns.pop()
-        raise ValueError(f"{option} samples texts, but `train_dataset` has a column {column!r}. Set it to 0.")
 
 
-def check_partial_rollouts(args, train_dataset) -> None:
-    """Raises `ValueError` if partial rollouts cannot read the data ahead."""
-    if args.rollouts_in_flight == 1:
-        return
-    option = f"`rollouts_in_flight`={args.rollouts_in_flight}"
-    if isinstance(train_dataset, IterableDataset):
+def check_reads_ahead(args, train_dataset) -> None:
+    """Raises `ValueError` if the pool of rollouts cannot read the data ahead."""
+    options = [
+        name for name, off in (("dynamic_sampling_rounds", 0), ("rollouts_in_flight", 1)) if getattr(args, name) != off
+    ]
+    if options and isinstance(train_dataset, IterableDataset):
+        given = " and ".join(f"`{name}`={getattr(args, name)}" for name in options)
         raise ValueError(
-            f"{option} reads prompts ahead of TRL, which a stream cannot give twice. Use a `datasets.Dataset`, or set "
-            "it to 1."
+            f"{given} reads prompts ahead of TRL, which a stream cannot give twice. Use a `datasets.Dataset`, or leave "
+            "it at its default."
         )
-    image_columns = {"image", "images"} & set(train_dataset.column_names)
-    if image_columns:
-        column = image_columns.pop()
-        raise ValueError(f"{option} carries texts, but `train_dataset` has a column {column!r}. Set it to 1.")
 
 
 def check_turns(args, tools, environment_factory) -> None:

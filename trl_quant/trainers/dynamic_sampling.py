@@ -34,6 +34,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from ..trl_seams import exchanged
+from .pictures import with_images
 from .pool import Group, RolloutPool
 
 
@@ -132,7 +133,7 @@ class DynamicPool(RolloutPool):
         """Computes the rewards of finished groups, as TRL computes them. Each rank scores as many completions."""
         trainer, size = self.trainer, self.order.size
         with exchanged(trainer, _metrics={"train": defaultdict(list)}), self.handing_out(self.evenly(groups)) as rows:
-            prompts = [row["prompt"] for row in rows]
+            prompts = [with_images(row) for row in rows]  # as TRL prepares them
             _, completion_ids, _, completions, *_ = trainer._generate(prompts)
             rewards = trainer._calculate_rewards(rows, prompts, completions, completion_ids)
         columns = dict(trainer._pending_extra_logs)

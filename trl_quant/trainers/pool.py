@@ -39,7 +39,6 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
@@ -51,8 +50,9 @@ from torch import Tensor
 
 from ..reading import ANOTHER, reading
 from ..rollout.base import RolloutEngine
-from ..rollout.engine import Request, Samples
+from ..rollout.engine import Samples
 from ..storage.run_checkpoints import POOL_NAME
+from .pictures import requests_in_flight, with_images
 from .prompt_order import PromptOrder
 
 
@@ -323,7 +323,7 @@ class RolloutPool:
         if not places:
             return
         rows = [self.order[place] for place in places]
-        prompts = [deepcopy(self.trainer.train_dataset[row]["prompt"]) for row in rows]
+        prompts = [with_images(self.trainer.train_dataset[row]) for row in rows]
         tokenized, *_ = self.trainer._tokenize_prompts(prompts)
         for place, row, ids in zip(places, rows, tokenized, strict=True):
             completions = [Completion() for _ in range(self.order.size)]
@@ -350,8 +350,8 @@ class RolloutPool:
 
         samples = Samples([], [])
         if asked[engine] and not enough([False] * len(asked[engine])):
-            requests = [Request(group.prompt, sampled=c.token_ids) for group, c in asked[engine]] if member == 0 else []
-            samples = trainer.draw(requests, enough if self.factor > 1 else None)
+            requests, processed = requests_in_flight(trainer, asked[engine] if member == 0 else [])
+            samples = trainer.draw(requests, enough if self.factor > 1 else None, processed)
         found = gather_object([(engine, samples)] if member == 0 else [])
         for number, sampled in found:
             self._add([c for _, c in asked[number]], sampled)
@@ -359,8 +359,11 @@ class RolloutPool:
     def _generate_whole(self) -> None:
         """Has TRL generate the completions of all groups that have not finished: on each rank as many."""
         waiting = [group for group in self.groups if not group.has_finished]
-        prompts = [group.prompt for group, _ in self._part(self.evenly(waiting))]
-        token_ids, logps = self.trainer._generate_single_turn(prompts, None, {}, self.order.size)
+        part = self._part(self.evenly(waiting))
+        prompts = [with_images(self.trainer.train_dataset[group.row]) for group, _ in part]
+        _, images, processed = self.trainer._tokenize_prompts(prompts)
+        prompts = [group.prompt for group, _ in part]
+        token_ids, logps = self.trainer._generate_single_turn(prompts, images, processed, self.order.size)
         logps = logps or [[None] * len(ids) for ids in token_ids]
         completions = [completion for group in waiting for completion in group.completions]
         found = gather_object(list(zip(token_ids, logps, strict=True)))[: len(completions)]

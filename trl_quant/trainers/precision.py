@@ -34,6 +34,7 @@ from ..runs.agreement import check_same_settings, on_every_rank
 from ..runs.finite import FiniteSteps, check_trained
 from ..runs.record import RunRecord
 from ..runs.reward_calls import RewardCalls
+from ..runs.saved_names import load_as_saved, saves_other_names
 from ..runs.user_calls import UserCalls
 from ..scaling import apply_uaq, uaq_applied
 from ..storage.manifest import check_read
@@ -351,6 +352,9 @@ class QuantPrecision(CurrentNames):
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         model = self.model if model is None else model
         with reading(resume_from_checkpoint, advice=ANOTHER):
+            if not self.is_fsdp_enabled and saves_other_names(model):
+                load_as_saved(model, resume_from_checkpoint)
+                return
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             if is_peft_model(model) and len(model.peft_config) > 1:  # then transformers loads the others alone
                 model.load_adapter(resume_from_checkpoint, "default", is_trainable=True)
@@ -359,6 +363,8 @@ class QuantPrecision(CurrentNames):
         check_read(self.state.best_model_checkpoint, ["*"], "`load_best_model_at_end`")
         with reading(self.state.best_model_checkpoint, advice=ANOTHER):
             super()._load_best_model()
+            if not (self.is_fsdp_enabled or self.is_deepspeed_enabled) and saves_other_names(self.model):
+                load_as_saved(self.model, self.state.best_model_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         with reading(*files_of(checkpoint, OPTIMIZER, SCHEDULER), advice=ANOTHER):

@@ -7,9 +7,10 @@ generation, and checks what it samples. [`~trainers.precision.QuantPrecision`] i
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 from trl.extras.profiling import profiling_context
 
@@ -173,10 +174,10 @@ class QuantSampling(QuantPrecision):
         with self._engine_errors_explained():
             return super()._generate_single_turn(prompt_ids, images, multimodal_fields, *args, **kwargs)
 
-    def draw(self, requests: list[Request], enough: Enough | None) -> Samples:
+    def draw(self, requests: list[Request], enough: Enough | None, processed: Mapping[str, Any]) -> Samples:
         """Samples from the engine; see [`~rollout.RolloutEngine.draw`]."""
         with self._engine_errors_explained():
-            return self._engine.draw(requests, profiling_context(self, phases.IN_VLLM), enough)
+            return self._engine.draw(requests, profiling_context(self, phases.IN_VLLM), enough, processed)
 
     @contextmanager
     def _engine_errors_explained(self) -> Iterator[None]:

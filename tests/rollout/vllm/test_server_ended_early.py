@@ -5,6 +5,7 @@ import re
 import signal
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +20,10 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 import file_transfer
 import requests
 from accelerate import Accelerator
+from remembering import assert_goes_on, in_flight, returned
 from servers import FILES, PROCESSED, files_in_place_of_nccl, serve, trainer_of, wait_for
 from tiny import save_tiny, tiny_tokenizer
-from training import metrics
+from training import Killed, killing, metrics
 from transformers import AutoModelForCausalLM
 from vllm_sampling import PROMPTS
 
@@ -252,3 +254,26 @@ def test_a_run_with_rollouts_in_flight(tmp_path, server, monkeypatch):
     assert len({prompt for prompt, _ in seen}) == 8 and len(seen) == 16
     young = [log["mismatch/by_age/0"] for log in logs if "mismatch/by_age/0" in log]
     assert young and max(young) < 1e-3
+
+
+def test_a_killed_run_goes_on_with_its_tokens(tmp_path, server, monkeypatch):
+    """What was in flight keeps its tokens and versions, and each prompt is sampled once. New samples may differ."""
+    monkeypatch.setattr(file_transfer, "FILE", Path(f"{server.model}.pt"))
+    settings = {"rollouts_in_flight": 3.0, "num_generations": 2, "per_device_train_batch_size": 4, "max_steps": 4}
+    settings |= {"max_completion_length": 40, "generation_kwargs": {"stop_token_ids": list(range(0, 250, 13))}}
+    settings |= {"sync_check_steps": 0, "save_strategy": "steps", "save_steps": 1}
+
+    def built(kill_at=None):
+        trainer = trainer_of(tmp_path, server.url, server.model, "bf16", reward_funcs=killing(kill_at), **settings)
+        return trainer, returned(trainer)
+
+    broken, before = built(kill_at=3)
+    with pytest.raises(Killed):
+        broken.train()
+    resumed, after = built()
+    resumed.train(resume_from_checkpoint=True)
+    assert_goes_on(in_flight(tmp_path / "out" / "checkpoint-2"), after)
+    order = [resumed.train_dataset[resumed.pool.order[place]]["prompt"] for place in range(8)]
+    expected = Counter(dict.fromkeys(map(tuple, resumed._tokenize_prompts(order)[0]), 2))
+    assert Counter(tuple(prompt) for prompt, *_ in before + after) == expected
+    assert len([log for log in metrics(resumed) if "loss" in log]) == 4 and not resumed.pool.groups

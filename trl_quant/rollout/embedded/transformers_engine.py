@@ -41,6 +41,9 @@ from ..verify.copy_check import copy_check
 
 logger = logging.getLogger(__name__)
 
+# A processor's results that have a value for each token of a prompt: 0 for text
+OF_EACH_TOKEN = ("token_type_ids", "mm_token_type_ids")
+
 
 class _SampledLogps(LogitsProcessor):
     """The last logits processor. Collects at each step the log-probability of the token that is sampled."""
@@ -330,7 +333,7 @@ class TransformersEngine(RolloutEngine):
             requests (`list[Request]`): The requests.
             enough (`Callable`, *optional*): Ends the call early; see [`~rollout.engine.Engine`].
             processed (`Mapping`, *optional*):
-                The processor's results for their images: tensors, and lists of one row of values for each request.
+                The processor's results for their prompts: tensors, and lists of one row of values for each request.
 
         Returns:
             [`Samples`]: The completions, with the log-probability, in nats, with which each token was sampled: after
@@ -367,7 +370,7 @@ class TransformersEngine(RolloutEngine):
         attention_mask = _left_padded([[1] * len(ids) for ids in prompts], 0, device)
         fields = {
             name: field.to(device) if isinstance(field, Tensor) else _left_padded(field, 0, device)
-            for name, field in (processed or {}).items()
+            for name, field in _for_given(processed or {}, requests).items()
         }
 
         with self.accelerator.autocast():
@@ -409,6 +412,16 @@ class TransformersEngine(RolloutEngine):
                 logps = self.copy(input_ids=tokens, use_cache=False).logits[0, :-1].float().log_softmax(-1)
                 scored.append(logps.gather(-1, tokens[0, 1:, None])[:, 0].tolist())
         return scored
+
+
+def _for_given(processed: Mapping[str, Any], requests: list[Request]) -> dict[str, Any]:
+    """Returns the processor's results for prompts, with values for the tokens so far after them, which are text."""
+    longer = {
+        name: [[*row, *[0] * len(request.sampled)] for row, request in zip(processed[name], requests, strict=True)]
+        for name in OF_EACH_TOKEN
+        if name in processed
+    }
+    return {**processed, **longer}
 
 
 def lengths_to_end(is_end: Tensor) -> list[int]:
