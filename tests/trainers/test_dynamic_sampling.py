@@ -371,7 +371,8 @@ def test_vllm(tmp_path):
     assert sum(log["dynamic_sampling/replaced_groups"] for log in logs) > 0
 
 
-CASES = {"across": (4, 6), "uneven": (3, 6)}  # completions of a group, and of a rank: a group may lie on two ranks
+# Completions of a group, and of a rank: a group may lie on two ranks
+CASES = {"across": (4, 6, {}), "uneven": (3, 6, {}), "flight": (2, 4, {"rollouts_in_flight": 2.0})}
 
 
 def unrepeated(call: list[tuple], num_generations: int) -> list[tuple]:
@@ -388,7 +389,7 @@ def test_two_ranks(tmp_path, monkeypatch):
     monkeypatch.setattr("ranks.__file__", __file__)
     save_tiny(tmp_path / "model", seed=3)
     printed = on_two_ranks("cpu", tmp_path, *CASES)
-    for case, (num_generations, _) in CASES.items():
+    for case, (num_generations, _, options) in CASES.items():
         ranks = results(tmp_path, case, printed)
         assert ranks[0]["logs"] == ranks[1]["logs"] and ranks[0]["weights"] == ranks[1]["weights"]
         logs = ranks[0]["logs"]
@@ -406,15 +407,15 @@ def test_two_ranks(tmp_path, monkeypatch):
                 for left, right in zip(*(one["calls"] for one in both), strict=True)
             ]
             trained = both[0]["trained"] + both[1]["trained"]
-            check_generation(calls, trained, num_generations)
+            check_generation(calls, trained, num_generations, once=not options)
             assert log["dynamic_sampling/wasted_tokens"] == sum(map(tokens, calls)) - tokens(trained)
             assert log["frac_reward_zero_std"] == log["dynamic_sampling/remaining_fraction"]
         assert travelled
 
 
 def run_rank(path: Path, case: str) -> None:
-    num_generations, size = CASES[case]
-    sizes = {"num_generations": num_generations, "per_device_train_batch_size": size}
+    num_generations, size, options = CASES[case]
+    sizes = {"num_generations": num_generations, "per_device_train_batch_size": size} | options
     torch.manual_seed(0)
     record = Record(path / case, model=tiny_model(seed=3), max_steps=4, **sizes)
     record.trainer.train()
