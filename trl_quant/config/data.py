@@ -204,6 +204,12 @@ def check_partial_rollouts(args, train_dataset) -> None:
             f"{option} reads prompts ahead of TRL, which a stream cannot give twice. Use a `datasets.Dataset`, or set "
             "it to 1."
         )
+    images = {"image", "images"} & set(train_dataset.column_names)
+    if images and args.use_vllm:
+        raise ValueError(
+            f"{option} carries images with the embedded engine alone, and `train_dataset` has a column "
+            f"{images.pop()!r} with `use_vllm`=True. Set `use_vllm=False`, or `rollouts_in_flight=1`."
+        )
 
 
 def check_turns(args, tools, environment_factory) -> None:
