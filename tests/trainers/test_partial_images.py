@@ -178,16 +178,33 @@ def test_a_killed_run_resumes_with_the_bits_of_an_unbroken_one(tmp_path):
     given = {"rollout_precision": "int8", "save_strategy": "steps", "save_steps": 1}
     whole = built(tmp_path / "whole", "images", **given)
     whole.train()
+    broken = built(tmp_path / "broken", "images", reward_funcs=killing(3), **given)
     with pytest.raises(Killed):
-        built(tmp_path / "broken", "images", reward_funcs=killing(3), **given).train()
+        broken.train()
     resumed = built(tmp_path / "broken", "images", **given)
     rows = returned(resumed)
     resumed.train(resume_from_checkpoint=True)
-    left = in_flight(tmp_path / "broken" / "checkpoint-2")
+    checkpoint = tmp_path / "broken" / "checkpoint-2"
+    left = in_flight(checkpoint)
     assert_goes_on(left, rows)
     assert all(group.keys() == {"place", "row", "prompt", "began", "completions"} for group in left)
-    mine, theirs = parameters(resumed), parameters(whole)
-    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert same(resumed, whole) and not same(resumed, broken)
+    resumed.state.best_model_checkpoint = str(checkpoint)
+    resumed._load_best_model()
+    assert same(resumed, broken)
+
+
+def same(trainer, other) -> bool:
+    mine, theirs = parameters(trainer), parameters(other)
+    return all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_images_are_refused_with_vllm(tmp_path):
+    vllm = {"use_vllm": True, "vllm_mode": "colocate", "generation_kwargs": None}
+    with pytest.raises(
+        ValueError, match=r"`rollouts_in_flight`=2\.0 carries images .* column 'image' .*`use_vllm`=True"
+    ):
+        built(tmp_path, "image", **vllm)
 
 
 @pytest.mark.parametrize("column", ["image", None])

@@ -192,6 +192,12 @@ def check_reads_ahead(args, train_dataset) -> None:
             f"{given} reads prompts ahead of TRL, which a stream cannot give twice. Use a `datasets.Dataset`, or leave "
             "it at its default."
         )
+    images = {"image", "images"} & set(train_dataset.column_names)
+    if images and args.use_vllm and args.rollouts_in_flight > 1:
+        raise ValueError(
+            f"`rollouts_in_flight`={args.rollouts_in_flight} carries images with the embedded engine alone, and `train_dataset` has a column "
+            f"{images.pop()!r} with `use_vllm`=True. Set `use_vllm=False`, or `rollouts_in_flight=1`."
+        )
 
 
 def check_turns(args, tools, environment_factory) -> None:
