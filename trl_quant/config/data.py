@@ -195,8 +195,9 @@ def check_reads_ahead(args, train_dataset) -> None:
     images = {"image", "images"} & set(train_dataset.column_names)
     if images and args.use_vllm and args.rollouts_in_flight > 1:
         raise ValueError(
-            f"`rollouts_in_flight`={args.rollouts_in_flight} carries images with the embedded engine alone, and `train_dataset` has a column "
-            f"{images.pop()!r} with `use_vllm`=True. Set `use_vllm=False`, or `rollouts_in_flight=1`."
+            f"`rollouts_in_flight`={args.rollouts_in_flight} carries images with the embedded engine alone, and "
+            f"`train_dataset` has a column {images.pop()!r} with `use_vllm`=True. Set `use_vllm=False`, or "
+            "`rollouts_in_flight=1`."
         )
 
 
