@@ -29,6 +29,8 @@ PHASES = ("sampling", "sync", "scoring", "update", "rest")
 # BF16
 BASELINES = ("trl", "trl-control", "bf16")
 
+FULL = 16  # steps whose mean is printed: as many as a pool of rollouts in flight is full
+
 
 def parts_of(trainer: str) -> tuple[str, str]:
     """Returns the method of a trainer, GRPO where its name has none, and the name without it."""
@@ -155,9 +157,10 @@ def print_table(
     title: str, lengths: list[list[int]], runs: list[dict], shape: str, machine: str, arguments: dict
 ) -> None:
     """
-    Prints medians of the measured steps. A trainer has one row for each size of its micro-batches; its rounds count
-    together. A phase that no step had is "0", a ratio to a baseline that its method lacks "-". The limits of two phases
-    are known for the cards of `BANDWIDTH`.
+    Prints medians of the measured steps, and the mean of the last 16: with rollouts in flight, the first steps return
+    the short completions. A trainer has one row for each size of its micro-batches; its rounds count together. A phase
+    that no step had is "0", a ratio to a baseline that its method lacks "-". The limits of two phases are known for the
+    cards of `BANDWIDTH`.
     """
     tokens = [sum(each) for each in lengths]
     mean = sum(tokens) / sum(map(len, lengths))
@@ -175,7 +178,7 @@ def print_table(
             baselines[method, name] = min(median, baselines.get((method, name), median))
     names = [name for name in BASELINES if any(name == found for _, found in baselines)]
 
-    headings = ["trainer", "micro", "steps", "step s", "min", "max", *(f"x {name}" for name in names)]
+    headings = ["trainer", "micro", "steps", "step s", "min", "max", "mean", *(f"x {name}" for name in names)]
     headings += [*PHASES, "tok/s", "peak GiB", "load"]
     cards = any(card in machine for card in BANDWIDTH)
     headings += ["sampling limit", "update limit"] if cards else []
@@ -183,6 +186,8 @@ def print_table(
     for (trainer, micro), found in rows.items():
         steps, median = seconds_of(found, shape, "step"), medians[trainer, micro]
         line = [trainer, str(micro), str(len(steps)), f"{median:.2f}", f"{min(steps):.2f}", f"{max(steps):.2f}"]
+        last = [seconds for run in found for seconds in seconds_of([run], shape, "step")[-FULL:]]
+        line.append(f"{statistics.mean(last):.2f}")
         found_baselines = [baselines.get((parts_of(trainer)[0], name)) for name in names]
         line += ["-" if baseline is None else f"{baseline / median:.2f}" for baseline in found_baselines]
         for phase in PHASES:

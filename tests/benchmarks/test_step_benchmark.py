@@ -194,23 +194,31 @@ def test_table_has_medians_and_a_ratio_to_each_baseline(step_runs, capsys):
     step_runs.print_tables(runs_of(*rounds, ("trl", 4, [12.0, 12.0])))
     title, heading, *rows = capsys.readouterr().out.strip().splitlines()[2:]
     assert title == "Qwen2.5 tiny, 2x64 lognormal: steps of 30 to 70 tokens, 25 a completion"
-    assert heading.split()[:10] == ["trainer", "micro", "steps", "step", "s", "min", "max", "x", "trl", "x"]
-    # trainer, micro-batch, steps, median, fastest, slowest, ratios to TRL's and to the faster of ours in BF16
-    assert [row.split()[:8] for row in rows] == [
-        ["trl", "4", "4", "12.00", "12.00", "20.00", "1.00", "0.50"],
-        ["bf16", "2", "2", "9.00", "9.00", "9.00", "1.33", "0.67"],
-        ["bf16", "4", "2", "6.00", "6.00", "6.00", "2.00", "1.00"],
-        ["int8", "4", "2", "3.00", "3.00", "3.00", "4.00", "2.00"],
+    assert heading.split()[:11] == ["trainer", "micro", "steps", "step", "s", "min", "max", "mean", "x", "trl", "x"]
+    # trainer, micro-batch, steps, median, fastest, slowest, mean, ratios to TRL's and to the faster of ours in BF16
+    assert [row.split()[:9] for row in rows] == [
+        ["trl", "4", "4", "12.00", "12.00", "20.00", "14.00", "1.00", "0.50"],
+        ["bf16", "2", "2", "9.00", "9.00", "9.00", "9.00", "1.33", "0.67"],
+        ["bf16", "4", "2", "6.00", "6.00", "6.00", "6.00", "2.00", "1.00"],
+        ["int8", "4", "2", "3.00", "3.00", "3.00", "3.00", "4.00", "2.00"],
     ]
     # sampling, sync, no scoring, update, rest, tokens per second (30 and 70 in a second), memory, load
-    assert rows[-1].split()[8:] == ["1.00", "0.10", "0", "1.90", "0", "50", "1.0", "0.5"]
+    assert rows[-1].split()[9:] == ["1.00", "0.10", "0", "1.90", "0", "50", "1.0", "0.5"]
+
+
+def test_the_mean_is_that_of_the_last_16_steps(step_runs, capsys):
+    run = runs_of(("int8@2", 4, [100.0, 1.0, 3.0, *[2.0] * 14]))
+    run["lengths"][SHAPE] *= 6
+    step_runs.print_tables(run)
+    row = capsys.readouterr().out.strip().splitlines()[-1].split()
+    assert row[:1] + row[2:4] + row[6:7] == ["int8@2", "17", "2.00", "2.00"]
 
 
 def test_a_trainer_is_compared_with_those_of_its_method(step_runs, capsys):
     runs = [("trl", 4, [12.0]), ("rloo:trl", 4, [20.0]), ("rloo:int8", 4, [5.0]), ("ppo:int8", 4, [4.0])]
     step_runs.print_tables(runs_of(*runs))
     rows = [row.split() for row in capsys.readouterr().out.strip().splitlines()[4:]]
-    assert [row[6] for row in rows] == ["1.00", "1.00", "4.00", "-"]
+    assert [row[7] for row in rows] == ["1.00", "1.00", "4.00", "-"]
 
 
 def test_processes_that_start_together_get_ports_of_their_own(step, monkeypatch):
