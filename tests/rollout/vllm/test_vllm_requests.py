@@ -22,6 +22,7 @@ from trl_quant.rollout import VLLMEngine, VLLMServerEngine
 from trl_quant.rollout.engine import Request, Samples, requests_for
 from trl_quant.rollout.trl_face import QuantGeneration
 from trl_quant.rollout.vllm import server as vllm_server
+from trl_quant.rollout.vllm.sampling import vllm_prompt
 from trl_quant.rollout.vllm.server import placed
 
 
@@ -76,24 +77,40 @@ def test_samples_are_trls(sampler, case):
     assert (found[0] == found[2]) == (case == "nothing")
 
 
-def test_images_are_given_as_trl_gives_them(tmp_path):
-    """Each prompt with its own; their colors decide the samples."""
+def test_another_prompt_than_was_given_is_refused(tmp_path):
+    """BLIP-2 gets the tokens of an image before its prompt, also where the prompt already has them."""
     path = save_tiny_vision(tmp_path / "model")
     model = Blip2ForConditionalGeneration.from_pretrained(path, dtype=torch.bfloat16)
     sampler = engine(model, "bf16", max_model_length=256, max_completion_length=4)
     sampler.sync()
-    image, asked = model.config.image_token_index, []
-    generate = sampler.llm.generate
-    sampler.llm.generate = lambda prompts, **kwargs: asked.append(prompts) or generate(prompts, **kwargs)
-    pictures = [[Image.new("RGB", (28, 28), color)] for color in ("red", "blue")]
-    prompts = [[image, 5, 6], [image, 5, 6], [7, 8]]
-    found = []
-    for face, way in ((shown(sampler), QuantGeneration.generate), (trls(sampler), VLLMGeneration.generate)):
-        torch.manual_seed(5)
-        found.append(way(face, prompts, [*pictures, None], 1)[1:])
-    assert found[0] == found[1] and asked[0] == asked[1]
-    given = [row.get("multi_modal_data", {}).get("image") for row in asked[0]]
-    assert given == [pictures[0][0], pictures[1][0], None]
+    image, written, picture = model.config.image_token_index, model.config.num_query_tokens, Image.new("RGB", (28, 28))
+    prompts = [[5, 6], [image] * written + [5, 6]]
+    message = f"prompt 1 has {written + 2} tokens, and vLLM made {2 * written + 2} of it.*trl#6294"
+    with pytest.raises(RuntimeError, match=message):
+        QuantGeneration.generate(shown(sampler), prompts, [None, [picture]], 1)
+    found = QuantGeneration.generate(shown(sampler), prompts, None, 1)
+    assert [len(ids) for ids in found[1]] == [24, 24]
+
+
+def test_vllm_writes_the_tokens_of_images_once():
+    """As for Qwen's models: in its order, it replaces a token of each image by as many as the image has features."""
+    image, start, end, sizes = 9, 7, 8, [4, 1, 3]
+
+    def read(ids):
+        found, rest = [], list(ids)
+        for size in sizes:
+            place = rest.index(image)
+            found, rest = [*found, *rest[:place], *[image] * size], rest[place + 1 :]
+        return found + rest
+
+    prompt = [5]
+    for size in sizes:
+        prompt += [start, *[image] * size, end, 6, 6]
+    request = Request(prompt, images=[object()] * 3, sampled=[3, 3])
+    asked = vllm_prompt(request, image)["prompt_token_ids"]
+    assert read(asked) == request.given != read(request.given)
+    assert vllm_prompt(Request(prompt), image) == {"prompt_token_ids": prompt}
+    assert vllm_prompt(request)["prompt_token_ids"] == request.given
 
 
 def test_an_engine_is_started_as_trl_starts_it(tmp_path, monkeypatch):

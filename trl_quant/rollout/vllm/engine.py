@@ -414,7 +414,8 @@ class VLLMEngine(VLLMBase):
             options = self.tempering() | {"n": 1, "max_tokens": self.settings.max_completion_length, "logprobs": 0}
             options |= self.further_options() | further
             asked = partial(parameters, options, self.settings.structured_outputs_regex)
-            samples = sampled(self.llm, everyones, asked, enough)
+            image_token = getattr(self.processing_class, "image_token_id", None)
+            samples = sampled(self.llm, everyones, asked, enough, image_token)
         own = slice(start, start + len(requests))
         ended = None if samples.ended is None else samples.ended[own]
         return Samples(samples.token_ids[own], samples.logps[own], ended)
