@@ -16,6 +16,8 @@ import pytest
 
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models; `make test` runs a process per core
+# By which vLLM looks for n-grams: it would have torch, in the same process, use as many, which wait for each other
+os.environ.setdefault("NUMBA_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")

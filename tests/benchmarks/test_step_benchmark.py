@@ -5,9 +5,12 @@ import copy
 import json
 import math
 import statistics
+import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import warm
 from places import BENCHMARKS
 from tiny import save_words
 
@@ -248,6 +251,12 @@ def test_processes_that_start_together_get_ports_of_their_own(step, monkeypatch)
 def test_trainers_get_the_lengths_that_were_drawn(tmp_path, step, monkeypatch, capsys):
     """The trainer in a process of its own, which is the script's; the tables are the same when they are shown again."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
+    import engines
+
+    def run(command, timeout=None, **options):
+        return warm.run(command, **options) if command[0] == sys.executable else subprocess.run(command, **options)
+
+    monkeypatch.setattr(engines, "subprocess", SimpleNamespace(**vars(subprocess) | {"run": run}))
     output = tmp_path / "runs.json"
     words = ["--tokenizer", save_words(tmp_path / "tokenizer.json"), "--sizes", "tiny", "--generations", "2"]
     words += ["--trainers", "bf16", "--completions", "4x16:lognormal", "8x8", "--micro", "8"]

@@ -155,7 +155,7 @@ HERE = [name for name, missing in supported_precisions().items() if missing is N
 @pytest.mark.slow
 def test_the_fastest_is_written_and_trains(tmp_path, monkeypatch, capfd):
     """Real engines are measured; the run of the written file trains in the choice."""
-    model = save_tiny(tmp_path / "model", dtype=torch.bfloat16)
+    model = save_tiny(tmp_path / "model", dtype=torch.bfloat16, num_hidden_layers=1)
     measure, measured = choice.measure, {}
     warm.ensure_running()
 

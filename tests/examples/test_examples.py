@@ -309,8 +309,11 @@ def test_demo(tmp_path, monkeypatch, capsys, small):
 @pytest.mark.parametrize(
     ("name", "after"), [("int4 coupled", 0.5), ("int4 default", 0.2), ("full precision", 0.36), ("fp8 default", 0.42)]
 )
-def test_demo_that_does_not_show_its_point_fails(tmp_path, capsys, small, name, after):
+def test_demo_that_does_not_show_its_point_fails(tmp_path, monkeypatch, capsys, small, name, after):
+    """Each run is judged by itself; another one, which is right, stands for the others."""
     small[name] = after
+    other = "fp8 default" if name != "fp8 default" else "int4 coupled"
+    monkeypatch.setattr(demo, "RUNS", {run: demo.RUNS[run] for run in (name, other)})
     assert demo.main(demo.DemoArguments(output_dir=str(tmp_path), steps=1)) == 1
     printed = capsys.readouterr().out
     assert f"The point is not shown: {name} ended otherwise" in printed and demo.SHOWN[:20] not in printed

@@ -36,7 +36,8 @@ import build_arithmetic_model as building
 
 pytestmark = [pytest.mark.isa, pytest.mark.slow]
 
-STEPS, SAVE_STEPS, KILLED_AT = 20, 10, 11
+STEPS, SAVE_STEPS = 20, 5
+KILLED_AT, RESUMED_TO = 6, 10
 STAGES, START, END = 10, 1e-2, 5e-4
 NORMS, CHANNELS = 4, 128  # two of each layer
 ROUNDS, GROUP = 2, 8
@@ -73,7 +74,7 @@ def model(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def runs(model, tmp_path_factory) -> dict[str, SimpleNamespace]:
-    """One that nothing breaks, and one that is killed and resumed, each time in a process of its own."""
+    """One that nothing breaks; and one that is killed, and resumed for a while, each time in a process of its own."""
     path = tmp_path_factory.mktemp("runs")
     warm.run([sys.executable, __file__, model, path], check=True)
     found = {"left": json.loads((path / "left.json").read_text())}
@@ -191,12 +192,12 @@ def test_groups_that_teach_nothing_give_way(whole, logs):
 def test_killed_and_resumed_equals_unbroken(runs, whole):
     """Bit for bit: what is logged, sampled and trained on, and the adapter, in memory and saved."""
     resumed = runs["broken"]
-    assert f"checkpoint-{STEPS}" not in runs["left"] and "run.pt" not in runs["left"]
-    assert resumed.generations == whole.generations[SAVE_STEPS:]
-    assert resumed.metrics == whole.metrics
-    assert resumed.after.keys() == whole.after.keys()
-    assert not [name for name, value in whole.after.items() if not torch.equal(resumed.after[name], value)]
-    adapters = [run.path / f"checkpoint-{STEPS}" / "adapter_model.safetensors" for run in (whole, resumed)]
+    assert f"checkpoint-{RESUMED_TO}" not in runs["left"] and "run.pt" not in runs["left"]
+    assert resumed.generations == whole.generations[SAVE_STEPS:RESUMED_TO]
+    assert resumed.metrics == [log for log in whole.metrics if log["step"] <= RESUMED_TO]
+    assert resumed.after.keys() == whole.then.keys()
+    assert not [name for name, value in whole.then.items() if not torch.equal(resumed.after[name], value)]
+    adapters = [run.path / f"checkpoint-{RESUMED_TO}" / "adapter_model.safetensors" for run in (whole, resumed)]
     early = whole.path / f"checkpoint-{SAVE_STEPS}" / "adapter_model.safetensors"
     assert adapters[0].read_bytes() == adapters[1].read_bytes() != early.read_bytes()
 
@@ -210,6 +211,22 @@ class Killed(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == KILLED_AT:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Stopped(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == RESUMED_TO
+
+
+class Looked(TrainerCallback):
+    """Keeps the parameters that the resumed run ends with."""
+
+    def __init__(self, trainer):
+        self.trainer, self.seen = trainer, None
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == RESUMED_TO:
+            self.seen = parameters(self.trainer)
 
 
 class Run(Record):
@@ -231,14 +248,15 @@ class Run(Record):
 def run(model: str, output: str, how: str) -> None:
     record = Run(model, output)
     trainer, before = record.trainer, parameters(record.trainer)
-    if how == "kill":
-        trainer.add_callback(Killed())
+    looked = Looked(trainer)
+    trainer.add_callback({"kill": Killed(), "resume": Stopped(), "finish": looked}[how])
     trainer.train(resume_from_checkpoint=how == "resume" or None)
     policy = dict(trainer.model.get_base_model().named_parameters())
     sampler = trainer.vllm_generation.engine.copy.named_parameters()
     found = {
         "before": before,
         "after": parameters(trainer),
+        "then": looked.seen,
         "noise": {name: (held - policy[name]).detach() for name, held in sampler if held is not policy[name]},
         "metrics": [log for log in metrics(trainer) if "train_loss" not in log],  # averaged over one process's steps
         "generations": record.generations,

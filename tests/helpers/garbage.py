@@ -8,7 +8,7 @@ imported a million objects, which takes longer than most tests of a tiny model.
 import gc
 
 
-freeze = gc.freeze
+freeze, unfreeze = gc.freeze, gc.unfreeze
 
 
 def leave_out_all_there_is() -> None:
@@ -20,3 +20,9 @@ def leave_out_all_there_is() -> None:
     """
     freeze()
     gc.freeze = gc.unfreeze = lambda: None
+
+
+def search_all_there_is() -> None:
+    """Undoes [`leave_out_all_there_is`], with which a process of `warm` begins."""
+    gc.freeze, gc.unfreeze = freeze, unfreeze
+    unfreeze()

@@ -1,17 +1,19 @@
 """
 Tests of Triton kernels, on a GPU or in the interpreter.
 
-Triton decides at import whether to compile kernels or interpret them on a CPU, so without a GPU a file of such tests
-reruns itself in a process with TRITON_INTERPRET=1. With a GPU, `pytest -m gpu` runs the same tests on it.
+Triton decides at import whether to compile kernels or interpret them on a CPU, so without a GPU `test_interpreted.py`
+reruns the files of such tests in a process with TRITON_INTERPRET=1. With a GPU, `pytest -m gpu` runs them on it.
 """
 
 import os
-import re
 import subprocess
 import sys
+from collections.abc import Sequence
+from itertools import cycle, product
 
 import pytest
 import torch
+from places import ROOT
 
 
 triton = pytest.importorskip("triton")
@@ -28,12 +30,20 @@ reruns = pytest.mark.skipif(
 )
 
 
-def rerun(file: str) -> int:
-    """Runs a file's tests in the interpreter; how many passed."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", file]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+def rerun(files: Sequence[str]) -> dict[str, int]:
+    """Runs the tests on devices of files below `tests` in the interpreter, in one process; how many of each passed."""
+    paths = {file: f"tests/{file}" for file in files}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-vv", "-k", "cpu", *paths.values()]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    return int(re.search(r"(\d+) passed", done.stdout)[1])
+    passed = [line for line in done.stdout.splitlines() if " PASSED " in line]
+    return {file: sum(line.startswith(f"{path}::") for line in passed) for file, path in paths.items()}
+
+
+def in_types(dtypes: list[torch.dtype], shapes: list[tuple]) -> list[tuple[torch.dtype, tuple]]:
+    """Each shape in each type; in the interpreter, which is slow, in one type, all of them in turn."""
+    return [*zip(cycle(dtypes), shapes)] if INTERPRETED else [*product(dtypes, shapes)]
 
 
 def ptx_of(kernel, types: str, constants: dict, **options) -> str:

@@ -15,6 +15,7 @@ import sys
 import weakref
 from pathlib import Path
 
+import garbage
 import torch
 from tiny import save_tiny
 from training import metrics, trainer_for
@@ -40,6 +41,7 @@ def trainer_of(path: Path, precision: str, fails: str | None) -> QuantGRPOTraine
 
 
 if __name__ == "__main__":
+    garbage.search_all_there_is()
     path, deleted, done = Path(sys.argv[1]), sys.argv[2] == "deleted", []
     save_tiny(path / "model", dtype=torch.bfloat16)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")

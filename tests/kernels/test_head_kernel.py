@@ -5,16 +5,10 @@ interpreter (see `interpreter`).
 
 import pytest
 import torch
-from interpreter import on_devices, rerun, reruns
+from interpreter import on_devices
 
 
 kernels = pytest.importorskip("trl_quant.kernels.head")
-
-
-@pytest.mark.slow
-@reruns
-def test_in_the_interpreter():
-    assert rerun(__file__) == 4
 
 
 @on_devices

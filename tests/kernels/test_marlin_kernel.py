@@ -5,18 +5,12 @@ interpreter (see `interpreter`).
 
 import pytest
 import torch
-from interpreter import on_devices, rerun, reruns
+from interpreter import on_devices
 
 from trl_quant.layers import marlin
 
 
 kernels = pytest.importorskip("trl_quant.kernels.marlin")
-
-
-@pytest.mark.slow
-@reruns
-def test_in_the_interpreter():
-    assert rerun(__file__) >= 2
 
 
 @on_devices

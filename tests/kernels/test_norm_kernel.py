@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from interpreter import INTERPRETED, on_devices, ptx_of, rerun, reruns
+from interpreter import INTERPRETED, on_devices, ptx_of
 
 from trl_quant.formats.fp8 import FP8Block
 from trl_quant.layers import inputs as inputs_of_layers
@@ -24,12 +24,6 @@ def inputs(shape, dtype, device):
     x, residual = (3 * torch.randn(shape, generator=generator) for _ in range(2))
     weight = 1 + torch.randn(shape[-1], generator=generator) / 4
     return [t.to(dtype).to(device) for t in (x, residual, weight)]
-
-
-@pytest.mark.slow
-@reruns
-def test_in_the_interpreter():
-    assert rerun(__file__) > 10
 
 
 @on_devices

@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
-from interpreter import INTERPRETED, on_devices, ptx_of, rerun, reruns
+from interpreter import INTERPRETED, in_types, on_devices, ptx_of
 from made_up_experts import experts_of_many_sizes
 from reference_formats import bits, make
 
@@ -58,17 +58,11 @@ def assert_equal(ours: QuantizedTensor, theirs: QuantizedTensor):
         assert torch.equal(bits(a.flatten()), bits(b.flatten())), field
 
 
-@pytest.mark.slow
-@reruns
-def test_in_the_interpreter():
-    assert rerun(__file__) > 25
-
-
 @on_devices
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("on_cuda", [True, False])
 def test_int8_rows(on_cuda, kind, device):
-    for dtype, shape in product(DTYPES, shapes_of(kind)):
+    for dtype, shape in in_types(DTYPES, shapes_of(kind)):
         x = inputs(kind, dtype, shape).to(device)
         ours = kernels.quantize_rows(x, "int8", on_cuda)
         assert_equal(ours, quantizers.quantize_int8(x, on_cuda))
@@ -85,7 +79,7 @@ def test_the_two_inverses_of_int8_differ(device):
 @on_devices
 @pytest.mark.parametrize("kind", KINDS)
 def test_fp8_rows(kind, device):
-    for dtype, shape in product(DTYPES, shapes_of(kind)):
+    for dtype, shape in in_types(DTYPES, shapes_of(kind)):
         x = inputs(kind, dtype, shape).to(device)
         assert_equal(kernels.quantize_rows(x, "fp8", True), quantizers.quantize_fp8(x))
 
@@ -93,7 +87,7 @@ def test_fp8_rows(kind, device):
 @on_devices
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients(kind, device):
-    for dtype, shape in product(DTYPES, shapes_of(kind)):
+    for dtype, shape in in_types(DTYPES, shapes_of(kind)):
         dy = inputs(kind, dtype, shape).to(device)
         scale = torch.linspace(1e-4, 3, shape[1], device=device)
         given = kernels.quantize_gradient(dy, scale, quantizers.LEAST_GRADIENT)
@@ -109,7 +103,7 @@ def test_groups(kind, least, device):
     # In the interpreter other kinds than the random one have an odd shape and one of several blocks both ways
     shapes = SHAPES if kind == "random" or not INTERPRETED else [(3, 50), (130, 140)]
     rules = (False, True) if kind == "random" else (False,)
-    for dtype, shape, inverts in product(DTYPES, shapes, rules):
+    for (dtype, shape), inverts in product(in_types(DTYPES, shapes), rules):
         x = inputs(kind, dtype, shape).to(device)
         rows, columns = quantizers.quantize_groups_for_both(x, least, inverts)
         assert_equal(kernels.quantize_groups(x, least, inverts), rows)
@@ -143,11 +137,10 @@ def test_transpose(device):
 
 
 @on_devices
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_scaled_sums(dtype, device):
+def test_scaled_sums(device):
     """Sums beyond 2^24, which FP32 rounds; with and without a bias that takes part in one rounding."""
     generator = torch.Generator().manual_seed(0)
-    for shape in SHAPES:
+    for dtype, shape in in_types(DTYPES, SHAPES):
         sums = torch.randint(-(2**29), 2**29, shape, generator=generator, dtype=torch.int32).to(device)
         x_scale = (torch.rand(shape[0], 1, generator=generator) * 1e-4).to(device)
         for w_dtype, bias in product(DTYPES, (None, torch.randn(shape[1], generator=generator).to(dtype).to(device))):
@@ -160,7 +153,7 @@ def test_scaled_sums(dtype, device):
 @pytest.mark.filterwarnings("ignore:overflow encountered")
 @pytest.mark.parametrize("format", ["fp8", "int8"])
 def test_numbers(format, device):
-    for dtype, shape in product(DTYPES, SHAPES):
+    for dtype, shape in in_types(DTYPES, SHAPES):
         q = quantize_weight(make("random", dtype, shape), format).to(device)
         for wanted in DTYPES:
             assert torch.equal(bits(kernels.dequantize_rows(q, wanted)), bits(q.dequantize(wanted)))
@@ -192,10 +185,9 @@ def gated(dtype: torch.dtype, shape: tuple, device: str) -> tuple[torch.Tensor, 
 
 
 @on_devices
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_of_a_gate_and_codes(dtype, device):
+def test_silu_of_a_gate_and_codes(device):
     """In one pass what is otherwise three, codes of the rounded product."""
-    for shape in (*SHAPES[:4], SHAPES[-1]):
+    for dtype, shape in in_types(DTYPES, [*SHAPES[:4], SHAPES[-1]]):
         gate, up = gated(dtype, shape, device)
         for format, twin in (("int8", lambda y: quantizers.quantize_int8(y, True)), ("fp8", quantizers.quantize_fp8)):
             q, y = kernels.rows(gate, format, True, up)
@@ -268,9 +260,8 @@ def test_silu_of_every_number(device):
 
 
 @on_devices
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_of_silu(dtype, device):
-    for shape in SHAPES:
+def test_gradients_of_silu(device):
+    for dtype, shape in in_types(DTYPES, SHAPES):
         gate, up = (x.requires_grad_() for x in gated(dtype, shape, device))
         dy = inputs("random", dtype, shape).flip(0).to(device)
         right = torch.autograd.grad(F.silu(gate) * up, (gate, up), dy)

@@ -32,6 +32,7 @@ def test_no_guessable_temporary_names():
 
 
 def test_benchmarks_work_in_private_directories(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     spec = importlib.util.spec_from_file_location("bench_engines", ROOT / "benchmarks/engines.py")
     engines = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(engines)

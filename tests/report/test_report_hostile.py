@@ -430,3 +430,15 @@ def test_output_that_cannot_be_printed(tmp_path, kind):
     assert ended.returncode == 1 and "Traceback" not in ended.stderr and "Exception" not in ended.stderr
     if kind == "full":  # rich is silent where a pipe is closed
         assert ended.stderr.splitlines()[-1] == "error: [Errno 28] No space left on device"
+
+
+def test_a_report_loads_no_trainer(tmp_path):
+    """It would take most of the command's time."""
+    run = write_jsonl(tmp_path / "run", entries(6))
+    code = (
+        "import sys\nfrom trl_quant.cli import main\n"
+        f"main(['report', {str(run)!r}, '--output', {str(tmp_path / 'r.html')!r}])\n"
+        "assert not {'transformers.trainer', 'trl', 'vllm'} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

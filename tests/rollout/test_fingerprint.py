@@ -4,7 +4,7 @@ from math import isqrt
 
 import pytest
 import torch
-from interpreter import on_devices, rerun, reruns
+from interpreter import on_devices
 from made_up_experts import MadeUpMixture
 
 from trl_quant.rollout.fingerprint import checksum, fingerprint, whole_words
@@ -26,12 +26,6 @@ def by_hand(words: list[int]) -> int:
 def words_of(count: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator)
-
-
-@pytest.mark.slow
-@reruns
-def test_in_the_interpreter():
-    assert rerun(__file__) > 3
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 70_000])  # the last in two parts

@@ -83,10 +83,11 @@ def sampled(generation_kwargs: dict | None = None, batch: int = 64, **fields) ->
     torch.manual_seed(0)
     _, completions, logprobs, _ = generated(engine, [PROMPT] * batch)
     rollout, old, mask = torch.zeros(3, batch, LENGTH)
+    with torch.no_grad():
+        padded = torch.tensor([PROMPT + ids + [0] * (LENGTH - len(ids)) for ids in completions])
+        scores = model(padded).logits[:, len(PROMPT) - 1 : -1].log_softmax(-1)
     for row, (ids, logps) in enumerate(zip(completions, logprobs)):
-        with torch.no_grad():
-            scores = model(torch.tensor([PROMPT + ids])).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
-        old[row, : len(ids)] = scores[range(len(ids)), ids]
+        old[row, : len(ids)] = scores[row, range(len(ids)), ids]
         rollout[row, : len(ids)] = torch.tensor(logps)[:, 0]
         mask[row, : len(ids)] = 1
     return CorrectionInputs(rollout, old, torch.ones(batch), mask)

@@ -5,18 +5,48 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from places import HELPERS, ROOT
 from tiny import save_tiny
 
 
+# Runs each of the given programs in a fork of what has been imported, which goes on as an interpreter of its own does
+FORKS = """
+import json, os, runpy, sys
+children = []
+for name, code in json.loads(sys.argv[1]):
+    sys.stdout.flush()
+    children.append(os.fork())
+    if children[-1] == 0:
+        for stream in (1, 2):
+            os.dup2(os.open(f"{name}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+        break
+else:
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    print(json.dumps(statuses))
+    code = ""
+exec(code)
+"""
+
+
+def ended(programs: list[tuple], imported: str, path: Path, *directories: Path) -> list[tuple[int, str]]:
+    """The status of each program, given with its name, and what it printed. All run at once: they mostly wait."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, *directories)))}
+    command = [sys.executable, "-c", imported + FORKS, json.dumps(programs)]
+    done = subprocess.run(command, cwd=path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    printed = [(path / f"{name}.txt").read_text() for name, _ in programs]
+    return [*zip(json.loads(done.stdout), printed, strict=True)]
+
+
 # `act` hangs in threads that Python waits for
 PROGRAM = """
-import asyncio, json, multiprocessing, os, sys, threading, time
+import asyncio, multiprocessing, sys, threading, time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from trl_quant.rollout import limits
-limits.GRACE, limits.REPEAT = 24.0, 0.2
+limits.GRACE, limits.REPEAT = 16.0, 0.2
 message = "the call took too long".__str__
 
 def within_a_pool():
@@ -56,28 +86,13 @@ def in_a_coroutine():
 
 def main():
     act() if act is in_a_coroutine else limits.called_within(0.2, message, act)
-
-children = []
-for number, (name, end) in enumerate(json.loads(sys.argv[1])):
-    sys.stdout.flush()
-    children.append(os.fork())
-    if children[-1] == 0:  # goes on as an interpreter of its own
-        for stream in (1, 2):
-            os.dup2(os.open(f"{number}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-        act = globals()[name]
-        break
-else:
-    statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    print(json.dumps(statuses))
-    end = ""
-exec(end)
 """
 ENDS = {  # how the main program ends -> its status
     "main()": 1,
     "try: main()\nexcept TimeoutError as error: sys.exit('error: ' + str(error))": 1,
-    "try: main()\nexcept TimeoutError: time.sleep(25); print('goes on')": 0,  # longer than `GRACE`
+    "try: main()\nexcept TimeoutError: time.sleep(17); print('goes on')": 0,  # longer than `GRACE`
     "try: main()\nexcept TimeoutError: sys.exit(5)": 5,
-    "import code; sys.ps1 = '>>> '\ntry: main()\nexcept TimeoutError: time.sleep(25); print('goes on')": 0,
+    "import code; sys.ps1 = '>>> '\ntry: main()\nexcept TimeoutError: time.sleep(17); print('goes on')": 0,
     "thread = threading.Thread(target=main)\nthread.start(); thread.join()": 0,
 }
 ACTS = (
@@ -96,12 +111,8 @@ def test_a_process_ends_with_its_own_status(tmp_path):
     """Each hanging call with an error, and each end with one of them, in forks that end as interpreters do."""
     cases = [(act, "main()") for act in ACTS] + [("within_a_pool", end) for end in list(ENDS)[1:]]
     cases.append(("idle", "main()"))  # its thread ends when Python asks
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", PROGRAM, json.dumps(cases)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    for number, ((act, end), status) in enumerate(zip(cases, json.loads(done.stdout), strict=True)):
-        text = (tmp_path / f"{number}.txt").read_text()
+    programs = [(number, f"act = {act}\n{end}") for number, (act, end) in enumerate(cases)]
+    for (act, end), (status, text) in zip(cases, ended(programs, PROGRAM, tmp_path), strict=True):
         assert status == ENDS[end], (act, end, text)
         assert ("goes on" in text) == ("goes on" in end), text
         assert "the call took too long" in text or "except" in end, text
@@ -150,24 +161,20 @@ def test_a_run_whose_judge_hangs(tmp_path):
     options += " --max_completion_length 8 --save_strategy steps --save_steps 1"
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    two = f"-m torch.distributed.run --nproc_per_node 2 --master_port {port}".split()
-    commands = {
-        "script": ["script.py", "model", "script"],
-        "ranks": [*two, "script.py", "model", "ranks"],
-        "command": ["-m", "trl_quant.cli", "train", *options.split(), "--output_dir", "command"],
-    }
-    commands["command"] += ["--reward_funcs", "judges.judge_later"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, HELPERS, tmp_path)))}
-    # All at once, since they mostly wait
-    running = {
-        name: subprocess.Popen(
-            [sys.executable, *command], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-        for name, command in commands.items()
-    }
-    for name, process in running.items():
-        printed = process.communicate()[0].decode()
-        assert process.returncode == 1, printed
+    launcher = f"torch.distributed.run --nproc_per_node 2 --master_port {port} script.py model ranks"
+    command = f"trl_quant.cli train {options} --output_dir command --reward_funcs judges.judge_later"
+    programs = [
+        ("script", "sys.argv[1:] = 'model', 'script'\nrunpy.run_path('script.py', run_name='__main__')"),
+        *(
+            (name, f"sys.argv = {words.split()}\nrunpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)")
+            for name, words in (("ranks", launcher), ("command", command))
+        ),
+    ]
+    imported = "import trl.trainer.grpo_trainer, trl_quant.trainers.grpo"
+    for (name, _), (status, printed) in zip(
+        programs, ended(programs, imported, tmp_path, HELPERS, tmp_path), strict=True
+    ):
+        assert status == 1, printed
         judge = "judge_later" if name == "command" else "judge"
         assert f"The reward function '{judge}', at step 1, did not return within" in printed, printed
         assert f"The last whole checkpoint is {name}/checkpoint-1" in printed and LEFT in printed, printed

@@ -19,24 +19,24 @@ INSIDE = {"save_steps": 1, "save_total_limit": None}
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "steps"),
     [
-        {"num_iterations": 3},
-        {"num_iterations": 3, "is_correction": "trm"},
-        {"steps_per_generation": 2, "per_device_train_batch_size": 4},
-        {"steps_per_generation": 2, "per_device_train_batch_size": 4, "is_correction": "dppo"},
-        {"steps_per_generation": 4, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
-        {"num_iterations": 3, "train_precision": "int8", "rollout_precision": None, "peft": True},
+        ({"num_iterations": 3}, (1, 2, 4)),
+        ({"num_iterations": 3, "is_correction": "trm"}, (2,)),
+        ({"steps_per_generation": 2, "per_device_train_batch_size": 4}, (1, 2)),
+        ({"steps_per_generation": 2, "per_device_train_batch_size": 4, "is_correction": "dppo"}, (1,)),
+        ({"steps_per_generation": 4, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}, (1,)),
+        ({"num_iterations": 3, "train_precision": "int8", "rollout_precision": None, "peft": True}, (2,)),
     ],
     ids=["updates", "updates scored in the loss", "parts", "parts scored in the loss", "accumulated", "unified"],
 )
-def test_a_resume_inside_a_generation(tmp_path, options):
+def test_a_resume_inside_a_generation(tmp_path, options, steps):
     """Trains on the samples that the checkpoint holds, and samples the next ones when an unbroken run does."""
     whole = trainer_of(tmp_path, prompts=16, **INSIDE, **options)
     whole.train()
     generated = [entry["step"] for entry in metrics(whole) if "num_tokens" in entry]
     assert 1 < len(generated) < 6
-    for step in (1, 2, 4):
+    for step in steps:
         is_inside = step + 1 not in generated
         assert (tmp_path / f"checkpoint-{step}/unfinished_generation_0.pt").is_file() == is_inside
         resumed = trainer_of(tmp_path, prompts=16, **INSIDE, **options)

@@ -205,7 +205,7 @@ def test_perplexity_is_that_of_the_checkpoint(format, text, tmp_path):
     """As transformers and compressed-tensors read it, by a formula of its own; inputs are rounded where they should."""
     base = save_tiny(tmp_path / "base", tied=False, dtype=torch.bfloat16)
     quantized = quantize_checkpoint(base, tmp_path / "q", format)
-    sequences = token_sequences(text, tiny_tokenizer(), 3, 300)
+    sequences = token_sequences(text, tiny_tokenizer(), 2, 128)
     measured = perplexities(Path(base), quantized, format, sequences, "cpu", False)
     for path, found in zip((base, quantized), measured, strict=True):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()

@@ -43,15 +43,16 @@ def test_gold_solutions(split):
     assert gsm8k_reward(golds, golds) == [1.0] * len(golds)
     bare = [gold.rpartition("#### ")[2].strip() for gold in golds]
     whole = [int(answer.replace(",", "")) for answer in bare]
-    ones = [1.0] * len(golds)
-    assert gsm8k_reward(golds, bare) == ones
+    assert gsm8k_reward(golds, bare) == [1.0] * len(golds)
+    once = dict(zip(whole, golds))  # a question of each answer: what follows has nothing else of it
+    answers = [*once.values()]
     for form in WAYS_TO_ANSWER:
-        texts = [form.format(n) for n in whole]
-        assert gsm8k_reward(texts, golds) == ones, form
+        texts = [form.format(n) for n in once]
+        assert gsm8k_reward(texts, answers) == [1.0] * len(once), form
     for form in ("#### {}/2", r"\boxed{{\frac{{{}}}{{2}}}}", "#### {}.0/2"):  # twice the answer, halved
-        assert sum(gsm8k_reward([form.format(2 * n) for n in whole], golds)) == 0, form
+        assert sum(gsm8k_reward([form.format(2 * n) for n in once], answers)) == 0, form
     for form in ("#### {}00%", "#### {}!", "#### {}x", "#### not {}", "#### {} or 1", "#### 0.5={}"):
-        assert sum(gsm8k_reward([form.format(n) for n in whole], golds)) == 0, form
+        assert sum(gsm8k_reward([form.format(n) for n in once], answers)) == 0, form
 
     others = golds[1:] + golds[:1]
     value = lambda gold: float(gold.rpartition("#### ")[2].replace(",", ""))  # noqa: E731

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 from rich.table import Table
-from transformers.trainer import TRAINER_STATE_NAME
 
 from ..storage.identity import MODEL_FILES
 from ..storage.manifest import matches
@@ -14,7 +13,7 @@ from ..storage.whole import write_whole
 from .findings import findings, verdict
 from .page import page
 from .panels import chart
-from .runs import Run, find_runs, grouped, named, read_run
+from .runs import TRAINER_STATE, Run, find_runs, grouped, named, read_run
 from .table import speed_table, table
 
 
@@ -64,7 +63,7 @@ def check_output(path: str, *others: str) -> None:
     """Raises `ValueError` for a directory, or a file whose suffix is neither a chart's nor one of `others`."""
     if Path(path).is_dir():
         raise ValueError(f"`--output`={path!r} is a directory. Name a file.")
-    if Path(path).exists() and matches(Path(path).name, (*MODEL_FILES, TRAINER_STATE_NAME)):
+    if Path(path).exists() and matches(Path(path).name, (*MODEL_FILES, TRAINER_STATE)):
         raise ValueError(f"`--output`={path!r} is a file of a model or of a run. Name another file.")
     suffix, known = Path(path).suffix.removeprefix("."), [*Figure().canvas.get_supported_filetypes(), *others]
     if suffix not in known:

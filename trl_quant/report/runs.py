@@ -26,6 +26,7 @@ from ..reading import reading
 from ..storage.manifest import damage
 
 
+TRAINER_STATE = "trainer_state.json"  # `transformers.trainer`, which names it, takes seconds to import
 REWARD, LOSS, KL = "reward", "loss", "mismatch/kl_k3"
 ENDS = 5  # a run's first or last value is the mean over at most so many logged steps
 TOKENS_PER_SECOND = "tokens_per_second"  # not logged by TRL; `Run.series` computes it
@@ -193,7 +194,7 @@ def read_run(directory: str | Path, name: str | None = None) -> Run:
         if 0 < total < max(map(_step_of_entry, history), default=0):  # the run goes on after the end in this state
             total = 0
         return Run(name, history, "", 0 < total <= reached, total, _settings(directory, *checkpoints))
-    logs = (path for name in ("metrics.jsonl", "trainer_state.json") for path in directory.glob(f"*/{name}"))
+    logs = (path for name in ("metrics.jsonl", TRAINER_STATE) for path in directory.glob(f"*/{name}"))
     below = sorted({path.parent.name for path in logs})
     hints = [*broken[:1], *([f"Runs below it: {', '.join(below[:9])}."] if below else [])]
     if directory.is_file():
@@ -241,7 +242,7 @@ def _search(directory: Path) -> tuple[list[Path], list[Path]]:
 
 def _is_run(directory: Path) -> bool:
     """Whether a directory holds a run's log, readable or not."""
-    names = ("metrics.jsonl", "trainer_state.json", "checkpoint-*/trainer_state.json")
+    names = ("metrics.jsonl", TRAINER_STATE, f"checkpoint-*/{TRAINER_STATE}")
     return any(any(directory.glob(name)) for name in names)
 
 
@@ -259,7 +260,7 @@ def directory_name(directory: str | Path) -> str:
 
 def _state(directory: Path, broken: list[str]) -> dict | None:
     """Reads a trainer's state; `None` if it is missing or incomplete. Adds the error to `broken` if incomplete."""
-    path = directory / "trainer_state.json"
+    path = directory / TRAINER_STATE
     try:
         state = _object(path)
     except NotWhole as error:

@@ -27,10 +27,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..policy.positions import fixed_context
 from ..reading import ANOTHER, reading
 from ..rollout.address import without_password
+from ..storage.files import ROLLOUT_STATE_NAME
 from ..storage.manifest import MANIFEST, damage
 from ..storage.run_checkpoints import (
     GENERATION_NAME,
-    ROLLOUT_STATE_NAME,
     checkpoints_in,
     has_whole_weights,
     how_to_go_on,

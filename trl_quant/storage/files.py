@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 FILES = ("*.json", "*.jinja", "*.md", "*.model", "*.tiktoken", "*.txt", "LICENSE", "NOTICE")
 INDEX = "model.safetensors.index.json"
 CODE = "*.py"
+ROLLOUT_STATE_NAME = "rollout_state.json"  # of a run's checkpoint
 SHARD_BYTES = 4 << 30
 STATE = "run.json"
 LOCK = "lock"

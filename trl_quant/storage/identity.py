@@ -17,9 +17,8 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
 from ..reading import reading
-from .files import CODE, INDEX, TOKENIZER, WEIGHTS
+from .files import CODE, INDEX, ROLLOUT_STATE_NAME, TOKENIZER, WEIGHTS
 from .manifest import checksums, run_of, signature
-from .run_checkpoints import ROLLOUT_STATE_NAME
 
 
 logger = logging.getLogger(__name__)

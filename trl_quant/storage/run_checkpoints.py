@@ -10,10 +10,9 @@ from transformers.trainer import SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..reading import ANOTHER, DamagedFile, read_json, reading
-from .files import read_heads
+from .files import ROLLOUT_STATE_NAME, read_heads
 
 
-ROLLOUT_STATE_NAME = "rollout_state.json"
 CRITIC_NAME = "critic"  # a directory
 GENERATION_NAME = "unfinished_generation_"  # prefix of a rank's file, followed by the rank
 POOL_NAME = "rollouts_in_flight.pt"

@@ -377,7 +377,7 @@ def test_a_sync_while_other_clients_wait_for_samples(tmp_path, server):
     with torch.no_grad():
         for param in trainer.model.parameters():
             param.add_(0.05 * torch.randn(param.shape, generator=torch.Generator().manual_seed(0)))
-    request = {"model": client.model, "prompt": [prompt[:50]], "n": 8, "max_tokens": 200, "ignore_eos": True}
+    request = {"model": client.model, "prompt": [prompt[:50]], "n": 8, "max_tokens": 80, "ignore_eos": True}
     enough, answers = threading.Event(), []
 
     def ask() -> None:

@@ -27,7 +27,7 @@ def compiled(path: Path) -> None:
 
     torch._dynamo.config.disable = False
     options = {**SMALL, "enforce_eager": False}
-    model = policy(path / "model", tied=True)
+    model = policy(path / "model", tied=True, num_hidden_layers=1)
     sampler = engine(model, "int8", engine_kwargs=options)
     assert sampler.llm.llm_engine.vllm_config.compilation_config.mode > 0
     before = greedy(sampler.llm)

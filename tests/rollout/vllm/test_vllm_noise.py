@@ -14,8 +14,10 @@ pytestmark = pytest.mark.vllm
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "phi3", "gemma2", "gemma3"])
 def test_noise_arrives(tmp_path, family):
+    """The weakest in each family; stronger noise, which arrives where weaker does, in one."""
     sampler = sampler_of(tmp_path, "bf16", True, "cpu", family=family)
-    for sigma, (effective, slope) in zip(SIGMAS, arrivals(sampler, SIGMAS), strict=True):
+    sigmas = SIGMAS if family == "qwen3" else SIGMAS[-1:]
+    for sigma, (effective, slope) in zip(sigmas, arrivals(sampler, sigmas), strict=True):
         assert effective == pytest.approx(sigma, rel=0.05)
         assert 0.7 < slope < 1.3
     sampler.sync()

@@ -1,10 +1,10 @@
 """A second trainer with vLLM in a process, and further ones: in another precision, and after one that failed."""
 
 import json
-import subprocess
 import sys
 
 import pytest
+import warm
 from places import HELPERS
 
 
@@ -17,7 +17,7 @@ SCRIPT = HELPERS / "three_trainers.py"
 @pytest.mark.parametrize("how", ["rebound", "deleted"])
 def test_trainers_one_after_another(tmp_path, how):
     """The last one does what the first did, and none takes itself for one rank of several."""
-    done = subprocess.run([sys.executable, SCRIPT, tmp_path, how], capture_output=True, text=True)
+    done = warm.run([sys.executable, SCRIPT, tmp_path, how], capture_output=True)
     assert done.returncode == 0, done.stderr[-4000:]
     int8, bf16, failed, unstarted, last = json.loads(done.stdout.splitlines()[-1])
     assert "no reward" in failed["error"] and "vLLM did not start" in unstarted["error"]

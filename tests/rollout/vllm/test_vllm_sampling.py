@@ -28,13 +28,14 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture(scope="module")
 def sampler(tmp_path_factory):
-    built = engine(policy(tmp_path_factory.mktemp("policy")), "int8", max_completion_length=140, max_num_seqs=16)
+    built = engine(policy(tmp_path_factory.mktemp("policy")), "int8", max_completion_length=20, max_num_seqs=16)
     built.sync()
     return built
 
 
+LONG = {"max_tokens": 140}  # longer than a cache block
 OPTIONS = {
-    "nothing": {},
+    "nothing": LONG,
     "truncated": {"top_p": 0.8, "top_k": 20},
     "stop_token_ids": {"stop_token_ids": list(range(0, 250, 17))},  # completions of many lengths
     "min_tokens": {"min_tokens": 3, "ignore_eos": True},
@@ -154,12 +155,12 @@ def test_every_token_has_a_block(sampler, monkeypatch):
 
     manager_allocate = manager.allocate_slots
     monkeypatch.setattr(BlocksWithRoom, "allocate", checked)
-    sampled(sampler, ignore_eos=True)
+    sampled(sampler, ignore_eos=True, **LONG)
     assert len(calls) >= 140 * len(PROMPTS) > 20 * len(asked) > 0
 
 
 TEXT = {
-    "stop": ({"stop": ["e"]}, True),
+    "stop": ({"stop": ["e"]} | LONG, True),
     "structured_outputs": ({"structured_outputs": {"regex": "[ab]{3}"}}, True),
     "detokenize": ({"detokenize": True}, True),
     "no stop": ({"stop": []}, False),

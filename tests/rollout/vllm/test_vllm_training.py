@@ -63,7 +63,8 @@ def trainer_of(tmp_path, model=None, **overrides):
 def run_example(tmp_path, monkeypatch, *options: str) -> list[dict]:
     """Runs `python examples/train_grpo.py` for three steps; returns what it logged."""
     # Wide rows, because the error of an exact INT8 product grows with the largest of a row's values
-    model = save_tiny(tmp_path / "model", dtype=torch.bfloat16, hidden_size=512, intermediate_size=1024)
+    shape = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1}
+    model = save_tiny(tmp_path / "model", dtype=torch.bfloat16, **shape)
     rows = [json.dumps({"prompt": row["prompt"], "answer": "1"}) for row in dataset(16)]
     (tmp_path / "train.jsonl").write_text("\n".join(rows))
     command = f"""
