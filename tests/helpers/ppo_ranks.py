@@ -20,8 +20,12 @@ class Fixed:
         return Samples(ids, [[-4.0 - token % 3 for token in row] for row in ids])
 
 
-def run(precision: str, tuning: str, path: Path, ranks: int = 2, resume: int | None = None):
-    """Four updates, two of each generation, or those after the `resume`-th."""
+# tuning -> the update after which the run is saved, and resumed: in a generation, or between two
+SAVED = {"full": 3, "lora": 2, "shared": 2}
+
+
+def run(precision: str, tuning: str, path: Path, ranks: int = 2, resumes: bool = False):
+    """Four updates, two of each generation, or those after the saved one."""
     from training import config, dataset, lora, make
 
     from trl_quant import QuantPPOConfig, QuantPPOTrainer
@@ -32,7 +36,7 @@ def run(precision: str, tuning: str, path: Path, ranks: int = 2, resume: int | N
 
     # All rows of a generation are in each of its two updates: TRL shuffles those of each rank by themselves
     settings = {"per_device_train_batch_size": 8 // ranks, "gradient_accumulation_steps": 2, "num_iterations": 2}
-    settings |= {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "learning_rate": 0.1}
+    settings |= {"max_steps": 4, "save_strategy": "steps", "save_steps": SAVED[tuning], "learning_rate": 0.1}
     settings |= {"value_learning_rate": 0.1, "max_grad_norm": 0.0, "loss_type": "dapo", "is_correction": "acr"}
     settings["adam_epsilon"] = 1.0  # so that the last bits of a small gradient do not become steps of their sign
     settings["vf_share_layers"] = tuning == "shared"
@@ -41,7 +45,7 @@ def run(precision: str, tuning: str, path: Path, ranks: int = 2, resume: int | N
     model, peft_config = str(path.parent / "model"), lora() if tuning == "lora" else None
     trainer = make(FromFixed, args, model=model, train_dataset=dataset(32), peft_config=peft_config)
     trainer.begun = sums(trainer)
-    trainer.train(str(path / f"out/checkpoint-{resume}") if resume else None)
+    trainer.train(str(path / f"out/checkpoint-{SAVED[tuning]}") if resumes else None)
     return trainer
 
 
@@ -74,15 +78,12 @@ def log(trainer) -> list[dict]:
 
 
 def train(precision: str, tuning: str, path: Path) -> dict:
-    """One rank: its end, and whether runs that resume in the first generation or after it end with the same bits."""
+    """One rank: its end, and whether a run that resumes ends with the same bits."""
     os.environ["FSDP_RESHARD_AFTER_FORWARD"] = "true"
     trainer = run(precision, tuning, path)
     sharded = all(isinstance(param, DTensor) for param in trainer.critic.model.parameters())
     ends = whole(trainer.model) | {f"critic {name}": value for name, value in whole(trainer.critic.model).items()}
     found = {"weights": sums(trainer), "log": log(trainer), "start": trainer.begun, "sharded": sharded}
-    found["resumed"] = True
-    for step in {"full": (1, 2), "lora": (1,), "shared": (2,)}[tuning]:
-        again = run(precision, tuning, path, resume=step)
-        theirs = whole(again.model) | {f"critic {name}": value for name, value in whole(again.critic.model).items()}
-        found["resumed"] &= all(torch.equal(value, theirs[name]) for name, value in ends.items())
-    return found
+    again = run(precision, tuning, path, resumes=True)
+    theirs = whole(again.model) | {f"critic {name}": value for name, value in whole(again.critic.model).items()}
+    return found | {"resumed": all(torch.equal(value, theirs[name]) for name, value in ends.items())}

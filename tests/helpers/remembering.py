@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 from tiny import tiny_model
+from torch.nn.utils.rnn import pad_sequence
 from training import trainer_for
 
 from trl_quant.rollout.engine import Samples
@@ -15,8 +16,8 @@ END = 13  # a completion ends with a token that this number divides
 
 class Remembering:
     """
-    Samples token by token from a copy of the policy, and keeps all copies: `versions[g]` sampled in generation g, and
-    `starts` has the prompts of all requests without tokens, in their order.
+    Samples token by token, all rows at once, from a copy of the policy, and keeps all copies: `versions[g]` sampled in
+    generation g, and `starts` has the prompts of all requests without tokens, in their order.
     """
 
     def __init__(self, trainer, policy, longest: int):
@@ -34,15 +35,15 @@ class Remembering:
         ids, logps = [[] for _ in requests], [[] for _ in requests]
         ended = [False] * len(requests)
         while not all(ended) and not (enough is not None and enough(ended)):
-            for i, request in enumerate(requests):
-                if ended[i]:
-                    continue
-                with torch.no_grad():
-                    scores = self.copy(torch.tensor([request.given + ids[i]])).logits[0, -1].log_softmax(-1)
-                token = torch.multinomial(scores.exp(), 1).item()
+            rows = [i for i, over in enumerate(ended) if not over]
+            given = [torch.tensor(requests[i].given + ids[i]) for i in rows]
+            with torch.no_grad():  # no token sees the padding, which stands after it
+                logits = self.copy(pad_sequence(given, batch_first=True)).logits
+            scores = logits[range(len(rows)), [len(row) - 1 for row in given]].log_softmax(-1)
+            for i, row, token in zip(rows, scores, torch.multinomial(scores.exp(), 1).flatten().tolist(), strict=True):
                 ids[i].append(token)
-                logps[i].append(scores[token].item())
-                ended[i] = token % END == 0 or len(request.sampled) + len(ids[i]) == self.longest
+                logps[i].append(row[token].item())
+                ended[i] = token % END == 0 or len(requests[i].sampled) + len(ids[i]) == self.longest
         return Samples(ids, logps, ended)
 
 

@@ -39,15 +39,15 @@ def launch_exact(precision: str, tuning: str, path: Path) -> None:
 
 
 def check(case: str, found: list[dict]) -> None:
-    """Both ranks synced after every step, and their engines end as vLLM starts them on the trained weights."""
+    """Both ranks synced and checked it, and their engines end as vLLM starts them on the trained weights."""
     print(case, *found, sep="\n", flush=True)
     for result in found:
-        assert result["equals_trained"] and not result["equals_untrained"] and len(result["checks"]) == 3
+        assert result["equals_trained"] and not result["equals_untrained"] and len(result["checks"]) == 2
         assert result["update_of_last_step"] > 0
 
 
 def train(mode: str, precision: str, tuning: str, path: Path) -> dict:
-    """One rank: three steps with a self-check each, then its engine against one that vLLM starts on the weights."""
+    """One rank: three steps, two with a self-check, then its engine against one that vLLM starts on the weights."""
     from training import config, dataset, lora, make
     from vllm_engines import GPU, SMALL, fresh, greedy, keep
 
@@ -71,7 +71,7 @@ def train(mode: str, precision: str, tuning: str, path: Path) -> dict:
         vllm_max_model_length=512,
         vllm_engine_kwargs={k: v for k, v in SMALL.items() if mode != "exact" or k not in GRAPHS},
         max_steps=3,
-        sync_check_steps=1,
+        sync_check_steps=2,
         save_strategy="steps",
         save_steps=3,
     )

@@ -156,7 +156,7 @@ def test_layers_without_a_fused_adapter_under_activation_checkpoints(path, tmp_p
     ends = []
     for checkpointing in (False, True):
         options = {"train_precision": precision, "gradient_checkpointing": checkpointing}
-        trainer = trainer_of(path, tmp_path / str(checkpointing), adapter=adapter, **options)
+        trainer = trainer_of(path, tmp_path / str(checkpointing), adapter=adapter, steps=2, **options)
         before = parameters(trainer)
         trainer.train()
         ends.append(parameters(trainer))

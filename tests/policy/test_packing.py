@@ -12,7 +12,6 @@ from training import PROMPTS, UnevenLengths, config, lora, make, parameters
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, QuantRLOOTrainer
 from trl_quant.config.values import CLIPPED_LOSSES
-from trl_quant.corrections import CORRECTIONS
 from trl_quant.layers.packed import PACKED, Packed
 from trl_quant.layers.products import TOKENS
 from trl_quant.policy import packed as policy_packed
@@ -33,9 +32,10 @@ class UnevenRLOOTrainer(UnevenLengths, QuantRLOOTrainer):
     pass
 
 
-@pytest.mark.parametrize("shares", [False, True])
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("family", CAN_PACK)
+@pytest.mark.parametrize(
+    ("family", "checkpointing", "shares"),
+    [(family, (i + shares) % 2 > 0, shares) for i, family in enumerate(CAN_PACK) for shares in (False, True)],
+)
 def test_packed_rows_are_padded_ones(family, checkpointing, shares):
     model = model_of(family)
     if checkpointing:
@@ -116,7 +116,9 @@ def test_every_loss(tmp_path, loss_type):
     assert worst(found) < 1e-4
 
 
-@pytest.mark.parametrize("correction", CORRECTIONS)
+# Each way in which a correction acts: another proximal policy, weights, clip bounds, weights of a whole batch, dropped
+# sequences, each update
+@pytest.mark.parametrize("correction", ["coupled", "tis", "acr", "ais", "geometric", "dppo"])
 def test_every_correction(tmp_path, correction):
     found = both(tmp_path, rollout_precision="int4", is_correction=correction)
     assert worst(found) < 1e-4
@@ -148,8 +150,13 @@ def packed_from_padded(tmp_path, monkeypatch, precision: str, shares: bool, adap
         return worst(both(tmp_path, train_precision=precision, peft_config=lora() if adapted else None, seed=seed))
 
 
-@pytest.mark.parametrize(("precision", "shares"), [case for case in WITHIN if case != ("fp8", False)])
-@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize(
+    ("precision", "shares", "adapted"),
+    [
+        *(("int8", True, False), ("int8", False, True)),
+        *((precision, True, adapted) for precision in ("fp8", "fp8_block") for adapted in (False, True)),
+    ],
+)
 def test_every_training_precision(tmp_path, monkeypatch, precision, shares, adapted):
     """Another attention kernel may move an activation to the next code."""
     assert packed_from_padded(tmp_path, monkeypatch, precision, shares, adapted) < WITHIN[precision, shares]
@@ -161,7 +168,11 @@ def test_fp8_without_shared_prompts(tmp_path, monkeypatch, adapted):
     Products and sums of packed rows have other shapes, which changes last bits. Such a bit moves a value to the next
     code of FP8 in some models, and the versions and the CPU decide in which. A fault of the packing would be in all.
     """
-    found = [packed_from_padded(tmp_path, monkeypatch, "fp8", False, adapted, seed) for seed in (3, 1, 2)]
+    found = []
+    for seed in (3, 1, 2):
+        found.append(packed_from_padded(tmp_path, monkeypatch, "fp8", False, adapted, seed))
+        if found[-1] < WITHIN["fp8", False]:
+            break
     assert min(found) < WITHIN["fp8", False] and max(found) < WITHIN["fp8", True]
 
 
@@ -204,7 +215,7 @@ def apart(left, right) -> float:
     return (gaps / ways).item()
 
 
-@pytest.mark.parametrize("loss_type", LOSSES)
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "luspo"])  # what TRL divides by; "bnpo" is below
 def test_a_step_stays_the_same_in_other_micro_batches(tmp_path, loss_type):
     padded = trained(tmp_path, pack_sequences=False, loss_type=loss_type)
     packed = trained(tmp_path, loss_type=loss_type)
@@ -270,7 +281,7 @@ def test_a_run_that_cannot_says_so(tmp_path, caplog, case):
         make(QuantGRPOTrainer, config(QuantGRPOConfig, tmp_path, pack_sequences=True), model=build())
     ends = []
     for packs in (None, False):
-        args = config(QuantGRPOConfig, tmp_path, rollout_precision="int8", pack_sequences=packs, max_steps=2)
+        args = config(QuantGRPOConfig, tmp_path, rollout_precision="int8", pack_sequences=packs, max_steps=1)
         torch.manual_seed(0)
         trainer = make(QuantGRPOTrainer, args, model=build())
         trainer.train()

@@ -87,12 +87,11 @@ def experiment(output_dir, precision, correction):
     return error, trainer._metrics["train"]["mismatch/kl_k3"][-1]
 
 
-@pytest.mark.parametrize("precision", ["int4", "nvfp4"])
-def test_the_corrected_gradient_is_closer_to_the_on_policy_one(tmp_path, precision, sampled_once, record_property):
+def test_the_corrected_gradient_is_closer_to_the_on_policy_one(tmp_path, sampled_once, record_property):
     error, kl = {}, {}
     for correction in ("none", "decoupled"):
-        error[correction], kl[correction] = experiment(tmp_path, precision, correction)
-    print(f"{precision}: relative gradient error {error}, mismatch KL {kl['none']:.3g}")
+        error[correction], kl[correction] = experiment(tmp_path, "int4", correction)
+    print(f"relative gradient error {error}, mismatch KL {kl['none']:.3g}")
     record_property("relative_gradient_error", error)
     assert kl["none"] > 0.02  # the sampler is clearly not the policy
     assert error["none"] > 2 * error["decoupled"]

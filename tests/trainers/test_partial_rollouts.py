@@ -63,7 +63,7 @@ def of_versions(trainer, batch: dict, generation: int) -> torch.Tensor:
 
 @each_kind
 def test_each_token_has_the_log_probability_of_its_version(tmp_path, kind):
-    trainer = run_of(tmp_path, kind, max_steps=6)
+    trainer = run_of(tmp_path, kind)
     batches = noted(trainer)
     trainer.train()
     ages = set()
@@ -157,7 +157,13 @@ def gradient(loss, model) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("kind", "correction"),
-    [(kind, name) for kind in ("GRPO", "RLOO", "PPO") for name in CORRECTIONS if (kind, name) != ("RLOO", "acr")],
+    [
+        *(("GRPO", name) for name in CORRECTIONS),
+        # Each way in which a correction acts: another proximal policy, weights of a batch, dropped sequences, updates
+        *(("RLOO", name) for name in ("coupled", "ais", "geometric", "dppo")),
+        # PPO has GRPO's loss: weights, clip bounds, and its own advantages of dropped sequences
+        *(("PPO", name) for name in ("decoupled", "acr", "trm")),
+    ],
 )
 def test_gradients_are_those_of_the_slow_references(tmp_path, kind, correction):
     """Of the batch of a third generation, with each weight from the version of its token; age 0 is a shortcut."""
@@ -199,11 +205,11 @@ def test_gradients_are_those_of_the_slow_references(tmp_path, kind, correction):
 
 def test_no_group_becomes_too_old(tmp_path):
     """At most one generation: the pool waits for groups that would be older, and their tokens are at most that old."""
-    trainer = run_of(tmp_path, "GRPO", max_staleness=1, max_steps=8, num_train_epochs=9)
+    trainer = run_of(tmp_path, "GRPO", max_staleness=1, max_steps=6, num_train_epochs=9)
     trainer.train()
     oldest = [log["rollouts/age_max"] for log in metrics(trainer) if "loss" in log]
     assert max(oldest) == 1
-    free = run_of(tmp_path, "GRPO", max_staleness=4, rollouts_in_flight=4.0, max_steps=8, num_train_epochs=9)
+    free = run_of(tmp_path, "GRPO", max_staleness=4, rollouts_in_flight=4.0, max_steps=4, num_train_epochs=9)
     free.train()
     assert max(log["rollouts/age_max"] for log in metrics(free) if "loss" in log) > 1
 
@@ -233,7 +239,7 @@ def test_an_evaluation_in_between_changes_nothing(tmp_path):
     runs = []
     for strategy in ("no", "steps"):
         evaluated = {"eval_strategy": strategy, "eval_steps": 1, "eval_dataset": dataset(2), "num_generations_eval": 2}
-        trainer = run_of(tmp_path / strategy, "GRPO", per_device_eval_batch_size=2, **evaluated)
+        trainer = run_of(tmp_path / strategy, "GRPO", per_device_eval_batch_size=2, max_steps=3, **evaluated)
         states, generate = [], trainer.memory.sample
 
         def sample(requests, enough=None, generate=generate, trainer=trainer, states=states):
@@ -253,10 +259,10 @@ def test_an_evaluation_in_between_changes_nothing(tmp_path):
 
 
 def quantized(path, kill_at=None):
-    """The embedded engine, INT8, with noise, and two optimizer steps a generation."""
+    """The embedded engine, INT8, with noise, and two optimizer steps in each of three generations."""
     settings = {"rollout_precision": "int8", "rollouts_in_flight": 2.5, "noise_schedule": "linear"}
     settings |= {"per_device_train_batch_size": 4, "num_generations": 2, "steps_per_generation": 2}
-    settings |= {"max_steps": 8, "save_strategy": "steps", "save_steps": 1, "max_completion_length": 24}
+    settings |= {"max_steps": 6, "save_strategy": "steps", "save_steps": 1, "max_completion_length": 24}
     ends = {"generation_kwargs": {"eos_token_id": [*range(0, 320, 13)]}}
     reward = {"reward_funcs": killing(kill_at), "train_dataset": dataset(10)}
     return trainer_for(path, kind=QuantGRPOTrainer, **settings, **ends, **reward)
@@ -270,17 +276,21 @@ def unbroken(tmp_path_factory):
     return trainer
 
 
-@pytest.mark.parametrize("kill_at", [2, 3, 4])
-def test_a_killed_run_resumes_with_the_bits_of_an_unbroken_one(tmp_path, unbroken, kill_at):
-    """Before each of the later generations, and from each of their checkpoints: between them, and inside of one."""
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    path = tmp_path_factory.mktemp("killed")
     with pytest.raises(Killed):
-        quantized(tmp_path, kill_at).train()
-    last = 2 * (kill_at - 1)
-    for step in (last, last - 1):
-        resumed = quantized(tmp_path)
-        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
-        assert resumed.pool.generation == unbroken.pool.generation == 4 and not resumed.pool.groups
-        mine, theirs = parameters(resumed), parameters(unbroken)
-        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-        logs = [log for log in metrics(unbroken) if "loss" in log]
-        assert [log for log in metrics(resumed) if "loss" in log] == logs
+        quantized(path, kill_at=3).train()
+    return path
+
+
+@pytest.mark.parametrize("step", [4, 3, 2])
+def test_a_killed_run_resumes_with_the_bits_of_an_unbroken_one(killed, unbroken, step):
+    """Killed in the last of three generations, from checkpoints before it, inside of the second, and before that."""
+    resumed = quantized(killed)
+    resumed.train(resume_from_checkpoint=str(killed / f"checkpoint-{step}"))
+    assert resumed.pool.generation == unbroken.pool.generation == 3 and not resumed.pool.groups
+    mine, theirs = parameters(resumed), parameters(unbroken)
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    logs = [log for log in metrics(unbroken) if "loss" in log]
+    assert [log for log in metrics(resumed) if "loss" in log] == logs

@@ -48,16 +48,16 @@ def rates_of(trainer) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "options"),
+    ("schedule", "options", "height"),
     [
-        ("linear", {}),
-        ("cosine_with_min_lr", {"min_lr": 2e-4}),
-        ("polynomial", {"lr_end": 5e-4}),
-        ("polynomial", {}),
-        ("warmup_stable_decay", {"num_decay_steps": 2}),
+        # A rate above the policy's, one below the rate that is given as the schedule's end, and none
+        *(("cosine_with_min_lr", {"min_lr": 2e-4}, height) for height in (3e-3, 1e-5)),
+        *(("polynomial", {"lr_end": 5e-4}, height) for height in (1e-5, 0.0)),
+        ("polynomial", {}, 3e-3),
+        ("linear", {}, 0.0),
+        ("warmup_stable_decay", {"num_decay_steps": 2}, 1e-5),
     ],
 )
-@pytest.mark.parametrize("height", [3e-3, 1e-5, 0.0])
 def test_the_critics_rate_follows_the_policys(tmp_path, models, schedule, options, height):
     """Also where the schedule ends at a rate that is given, which is the policy's."""
     settings = {"lr_scheduler_type": schedule, "lr_scheduler_kwargs": options, "warmup_steps": 1, "max_steps": 4}

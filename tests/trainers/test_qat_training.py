@@ -1,6 +1,7 @@
 """GRPO that trains all weights in 4 bits: trainer, sampler and the saved model hold the same codes."""
 
 import json
+from itertools import cycle
 
 import pytest
 import torch
@@ -105,8 +106,10 @@ def test_a_copy_that_is_given_the_codes(tmp_path, precision):
     assert copied.score([IDS]) == shared.score([IDS])
 
 
-@every_precision
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("nvfp4", "bfloat16"), *zip(qat_precisions(), cycle(["float32", "bfloat16"]))],
+)
 def test_save_and_prepare_write_the_model_that_was_trained(tmp_path, precision, dtype):
     """`save_model` writes the master weights, from which `prepare` makes the codes that were trained, bit for bit."""
     source = save_tiny(tmp_path / "model", tied=False, dtype=torch.bfloat16)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.isa
 each_kind = pytest.mark.parametrize("precision", ["fp8", "nvfp4"])  # unified, QAT
 CASES = [
     *(pytest.param(name, False, id=f"{name}-full") for name in [*unified_flows(), *qat_precisions()]),
-    *(pytest.param(name, True, id=f"{name}-lora") for name in unified_flows()),
+    pytest.param("fp8_block", True, id="fp8_block-lora"),  # the flow whose codes depend on most of a weight
 ]
 
 
@@ -48,7 +48,7 @@ def test_trainer_and_sampler_agree(tmp_path, precision, peft):
 def test_several_micro_batches_and_checkpointing_change_nothing(tmp_path, precision):
     runs = []
     for checkpoints in (False, True):
-        runs.append(trainer_of(tmp_path / str(checkpoints), precision, gradient_checkpointing=checkpoints))
+        runs.append(trainer_of(tmp_path / str(checkpoints), precision, gradient_checkpointing=checkpoints, max_steps=2))
         runs[-1].train()
     assert_same_run(*runs)
     moves, sgd = [], {"max_steps": 1, "optim": "sgd", "learning_rate": 1e-2}  # Adam turns rounding of zeros into steps

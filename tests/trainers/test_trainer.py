@@ -118,8 +118,10 @@ def test_lora(tmp_path, precision):
     assert all(entry["mismatch/kl_k3"] > 0 for entry in metrics(trainer)[:3])
 
 
-@pytest.mark.parametrize("setting", [{"rollout_precision": "int8"}, {"train_precision": "int8"}])
-@pytest.mark.parametrize("peft", [False, True])
+@pytest.mark.parametrize(
+    ("setting", "peft"),
+    [({"rollout_precision": "int8"}, True), ({"train_precision": "int8"}, True), ({"train_precision": "int8"}, False)],
+)
 def test_fp16_weights_under_bf16_autocast(tmp_path, setting, peft):
     """TRL computes in BF16 by default, and a checkpoint in FP16 has no more of a mismatch than one in BF16."""
     kl = []
