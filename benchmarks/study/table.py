@@ -26,6 +26,7 @@ from textwrap import fill
 
 from cells import QUESTIONS, TREATMENT, Question
 from matplotlib.figure import Figure
+from paired import compared
 
 from trl_quant.report.panels import SERIES, TOPICS, draw
 from trl_quant.report.runs import KL, REWARD, Group, Run, differences, grouped, read_run
@@ -215,6 +216,7 @@ def write(name: str, directory: Path, results: Path) -> str:
     rows = cells_of(groups, metrics)
     for row, group in zip(rows, groups, strict=True):
         names = [*metrics.values(), *group.runs[0].names("mismatch/by_position/")]
+        names += [name for name in group.runs[0].names("mismatch/by_age/") if name not in names]
         row["runs"] = [
             {
                 "seed": run.settings["seed"],
@@ -223,7 +225,7 @@ def write(name: str, directory: Path, results: Path) -> str:
             }
             for run in group.runs
         ]
-    text = markdown(question, rows)
+    text = markdown(question, rows) + compared(question, groups)
     write_results(results / f"{name}.json.xz", {"asks": question.asks, "cells": rows})
     write_whole(results / f"{name}.md", text.encode())
     if question.panels:
