@@ -6,7 +6,7 @@ Each `starts/K.safetensors.xz` was taught on one thread of a CPU, with a seed of
 
     python examples/build_arithmetic_model.py --seed SEED --output_dir runs/taught
 
-K is 0 to 5 for the seeds 1, 3, 5, 4, 6 and 7. With seed 2 the model was right on 2% after 900 steps.
+K is 0 to 5 for the seeds 1, 3, 5, 4, 6 and 7. With seed 2 the model was right on 2% after 900 steps, and is left out.
 `starts/SHA256SUMS` has the checksums of the files without `.xz`. All models get the same problems.
 """
 
