@@ -13,6 +13,8 @@ seeds: one of 14 cells does so by chance (of two times three normal values).
 | ? | there are fewer than 3 seeds, here or in full precision: nothing is said |
 | reward | of the samples that it is trained on, which are the sampler's |
 | nats | KL of a token times tokens: how far sampler and policy are apart on a completion |
+
+A question that compares cells seed by seed has a second table, which `paired.py` explains.
 """
 
 import json
@@ -244,6 +246,5 @@ def _stored_run(row: dict, run: dict) -> Run:
     for metric, values in run["log"].items():
         for step, value in values.items():
             history.setdefault(int(step), {"step": int(step)})[metric] = value
-    return Run(
-        f"{row['name']}-seed{run['seed']}", [history[step] for step in sorted(history)], settings=row["settings"]
-    )
+    settings = row["settings"] | {"seed": run["seed"]}
+    return Run(f"{row['name']}-seed{run['seed']}", [history[step] for step in sorted(history)], settings=settings)

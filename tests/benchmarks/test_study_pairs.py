@@ -80,6 +80,25 @@ def test_comparisons_that_have_no_pairs_yet_are_left_out_and_counted():
     assert [cell.strip() for cell in line.split("|")[1:6]] == ["one", "b", "a", "3", "-0.083"]
 
 
+def test_stored_results_give_the_same_comparisons(tmp_path, monkeypatch):
+    cells = Cell("full precision"), Cell("a", "int4", None, "tis"), Cell("b", "int4", None, "tis", rollouts_in_flight=2)
+    question = Question("Which?", cells, (), {"final": "final_accuracy"}, compared={"one": (("b", "a"),)})
+    monkeypatch.setitem(QUESTIONS, "made up", question)
+    for cell, values in zip(cells, ([0.5, 0.5], [0.41, 0.52, 0.63], [0.31, 0.47, 0.53]), strict=True):
+        for seed, value in enumerate(values):
+            directory = tmp_path / "made up" / f"{cell.name}-seed{seed}"
+            directory.mkdir(parents=True)
+            (directory / "settings.json").write_text(json.dumps(replace(cell, seed=seed).settings()))
+            entry = {"step": 300, "eval_accuracy": 0.5, "final_accuracy": value, "mismatch/by_age/0": 0.001}
+            (directory / "metrics.jsonl").write_text(json.dumps(entry | {"mismatch/by_age/3-4": 0.002}) + "\n")
+            (directory / "finished.json").write_text("{}")
+    text = table.write("made up", tmp_path / "made up", tmp_path)
+    assert "| one | b | a | 3 | -0.083 |" in text and text == (tmp_path / "made up.md").read_text()
+    rows, groups = table.stored(tmp_path / "made up.json.xz")
+    assert table.markdown(question, rows) + paired.compared(question, groups) == text
+    assert rows[2]["runs"][0]["log"]["mismatch/by_age/3-4"] == {"300": 0.002}
+
+
 def test_the_comparisons_of_a_question_are_of_its_cells():
     for question in QUESTIONS.values():
         cells = {cell.name: cell for cell in question.cells}
