@@ -5,7 +5,7 @@ hard that is, and how long the completions are, is set by `digits`; how weak the
 Every question has, for each regime that it looks at, a cell in full precision, which the others are compared with.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import product
 
 from trl_quant.tasks.arithmetic import Division
@@ -20,12 +20,15 @@ TREATMENT = (
     "importance_sampling_level",
     "uaq_scale",
     "noise_schedule",
+    "rollouts_in_flight",
     "served",
 )
 TASK = (
     "name",
     "trainer",
     "evaluations",
+    "draws",
+    "starts",
     "digits",
     "quotient",
     "countdown",
@@ -76,6 +79,8 @@ class Cell:
             the model whose weights were disturbed, with the model as its teacher. Diffusion starts from the model of
             `examples/build_masked_model.py` and asks its additions.
         evaluations (`int`): How often the policy is judged on the way, the last time at the end.
+        draws (`int`): Completions of each held-out problem that judge the policy at its end; 0 leaves that out.
+        starts (`int`): How many of the stored models (`starts.py`) its seeds start from in turn; 0 has one taught.
         served (`str`): Precisions, with spaces between, in which the policy is also judged at its end, as it would be
             served; one that trains in another is quantized for that.
     """
@@ -88,6 +93,7 @@ class Cell:
     noise_schedule: str | None = None
     is_cap: float | None = None
     importance_sampling_level: str = "token"
+    rollouts_in_flight: float = 1.0
     learning_rate: float = 4e-4
     optim: str = "adamw_torch"
     num_iterations: int = 1
@@ -106,6 +112,8 @@ class Cell:
     use_vllm: bool = False
     trainer: str = "grpo"
     evaluations: int = 6
+    draws: int = 0
+    starts: int = 0
     per_device_train_batch_size: int = 128
     seed: int = 0
 
@@ -123,12 +131,14 @@ class Cell:
 
     @property
     def model(self) -> str:
-        """Name of the model that it starts from, which all its seeds share."""
+        """Name of the model that it starts from, which all its seeds share unless the models are stored."""
         return self.taught + (f"-outliers-{self.outliers:g}" if self.outliers != 1 else "")
 
     @property
     def taught(self) -> str:
         """Name of that model before it has outliers."""
+        if self.starts:
+            return f"start-{self.seed % self.starts}"
         if self.trainer == "diffusion":
             return "masked"
         task = f"quotient-{self.quotient}" if self.quotient else f"{self.digits}-digits"
@@ -152,7 +162,8 @@ class Cell:
 
     def settings(self) -> dict:
         """All that the run depends on."""
-        return {name: getattr(self, name) for name in (*TASK, "model")} | self.arguments()
+        model = {"model": "stored" if self.starts else self.model}  # the seed says which of those
+        return {name: getattr(self, name) for name in TASK} | model | self.arguments()
 
 
 @dataclass(frozen=True)
@@ -165,6 +176,8 @@ class Question:
         metrics (`dict[str, str]`): Further columns of its table -> metric.
         by_regime (`bool`): Whether a panel draws all precisions of a regime, and not one precision beside full
             precision.
+        compared (`dict[str, tuple[tuple[str, str], ...]]`): Comparisons by family, each of a cell with another one,
+            seed by seed (`paired.py`).
     """
 
     asks: str
@@ -172,6 +185,7 @@ class Question:
     panels: tuple[str, ...] = ("Held-out reward", "Reward")
     metrics: dict[str, str] | None = None
     by_regime: bool = False
+    compared: dict[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
 
 
 FULL = "full precision"
@@ -216,8 +230,50 @@ DENOISED = BRIEF | {"trainer": "diffusion"}  # on seed 100 better than with a le
 # On seed 100 `none` lost the task here; with channels 128 times as large it learned
 DENOISED_SPREAD = DENOISED | {"outliers": 256, "max_steps": 200}
 LONG = {"quotient": 24, "learning_rate": 1e-4, "use_vllm": True, "max_steps": 100}  # completions of 1000 tokens
+# GRPO's regime in `trainers`, with a start model for each seed
+FLYING = LEARNING | {"num_iterations": 2, "evaluations": 4, "draws": 8, "starts": 6}
+FACTORS = (1, 2, 3)
+# In BF16 at factor 1 the corrections are one run but for rounding (`cost`); with two updates acr is nearly tis
+FLOWN = (
+    *(("tis", precision, factor) for precision, factor in product(("int4", "bf16"), FACTORS)),
+    *((name, "int4", factor) for name, factor in product(("none", "coupled", "ais"), FACTORS)),
+    *((name, "bf16", factor) for name, factor in product(("none", "coupled", "ais"), FACTORS[1:])),
+    *(("dppo", precision, 2) for precision in ("int4", "bf16")),
+)
 
 QUESTIONS = {
+    "in_flight": Question(
+        "What does the factor of completions in flight cost in accuracy, per correction?",
+        (
+            Cell(FULL, **FLYING),
+            *(
+                Cell(f"{precision} {name} x{factor}", precision, None, name, rollouts_in_flight=factor, **FLYING)
+                for name, precision, factor in FLOWN
+            ),
+        ),
+        ("Held-out reward", "Mismatch by age"),
+        {
+            "final accuracy": "final_accuracy",
+            "age": "rollouts/age",
+            **{f"KL at age {age}": f"mismatch/by_age/{age}" for age in (0, 1, 2)},
+        },
+        compared={
+            "primary: the factor, with tis": tuple(
+                (f"{precision} tis x{factor}", f"{precision} tis x1")
+                for precision, factor in product(("int4", "bf16"), FACTORS[1:])
+            ),
+            "the factor, with other corrections": tuple(
+                (f"{precision} {name} x{factor}", f"int4 {name} x1" if precision == "int4" else "bf16 tis x1")
+                for name, precision, factor in FLOWN
+                if name not in ("tis", "dppo") and factor > 1
+            ),
+            "the correction, at the same factor": tuple(
+                (f"{precision} {name} x{factor}", f"{precision} tis x{factor}")
+                for name, precision, factor in FLOWN
+                if name != "tis" and factor > 1
+            ),
+        },
+    ),
     "regimes": Question(
         "Where does a quantized sampler without correction part from full precision?",
         tuple(

@@ -41,6 +41,7 @@ from engines import free_port  # noqa: E402
 
 
 EXAMPLE = ROOT / "examples" / "build_arithmetic_model.py"
+STARTS = Path(__file__).with_name("starts.py")
 MASKED = EXAMPLE.with_name("build_masked_model.py")
 GPUS = torch.cuda.device_count()
 LIBC = ctypes.CDLL(None)
@@ -163,10 +164,15 @@ def run(jobs: Sequence[Job], at_once: int, console: Console) -> dict[str, str]:
 def model_jobs(cells: Sequence[Cell], output: Path, word_problems: str | None = None) -> list[Job]:
     """Teaches the models that the cells start from; harder problems are taught for longer, and two ways of solving.
 
-    `word_problems` is where those are read, if not from the hub.
+    Stored ones are unpacked. `word_problems` is where those are read, if not from the hub.
     """
     found = {}
     for cell in cells:
+        if cell.starts:
+            path = output / "models" / cell.taught
+            words = [str(cell.seed % cell.starts), str(path)]
+            found[cell.taught] = Job(path, [sys.executable, str(STARTS), *words], "eval.jsonl")
+            continue
         if cell.trainer == "diffusion":
             path = output / "models" / cell.taught
             words = ["--output_dir", str(path), "--eval_problems", "512"]

@@ -13,6 +13,8 @@ seeds: one of 14 cells does so by chance (of two times three normal values).
 | ? | there are fewer than 3 seeds, here or in full precision: nothing is said |
 | reward | of the samples that it is trained on, which are the sampler's |
 | nats | KL of a token times tokens: how far sampler and policy are apart on a completion |
+
+A question that compares cells seed by seed has a second table, which `paired.py` explains.
 """
 
 import json
@@ -26,6 +28,7 @@ from textwrap import fill
 
 from cells import QUESTIONS, TREATMENT, Question
 from matplotlib.figure import Figure
+from paired import compared
 
 from trl_quant.report.panels import SERIES, TOPICS, draw
 from trl_quant.report.runs import KL, REWARD, Group, Run, differences, grouped, read_run
@@ -215,6 +218,7 @@ def write(name: str, directory: Path, results: Path) -> str:
     rows = cells_of(groups, metrics)
     for row, group in zip(rows, groups, strict=True):
         names = [*metrics.values(), *group.runs[0].names("mismatch/by_position/")]
+        names += [name for name in group.runs[0].names("mismatch/by_age/") if name not in names]
         row["runs"] = [
             {
                 "seed": run.settings["seed"],
@@ -223,7 +227,7 @@ def write(name: str, directory: Path, results: Path) -> str:
             }
             for run in group.runs
         ]
-    text = markdown(question, rows)
+    text = markdown(question, rows) + compared(question, groups)
     write_results(results / f"{name}.json.xz", {"asks": question.asks, "cells": rows})
     write_whole(results / f"{name}.md", text.encode())
     if question.panels:
@@ -242,6 +246,5 @@ def _stored_run(row: dict, run: dict) -> Run:
     for metric, values in run["log"].items():
         for step, value in values.items():
             history.setdefault(int(step), {"step": int(step)})[metric] = value
-    return Run(
-        f"{row['name']}-seed{run['seed']}", [history[step] for step in sorted(history)], settings=row["settings"]
-    )
+    settings = row["settings"] | {"seed": run["seed"]}
+    return Run(f"{row['name']}-seed{run['seed']}", [history[step] for step in sorted(history)], settings=settings)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import fields
+from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
@@ -76,8 +77,9 @@ DRAWS = 4  # completions of each held-out problem, where a policy is judged as i
 class Log(TrainerCallback):
     """Appends each log entry to a file, and how often the policy is right on held-out problems."""
 
-    def __init__(self, path: Path, accuracy: Callable[..., float], evaluations: int, served: Sequence[str]):
-        self.path, self.accuracy, self.evaluations, self.served = path, accuracy, evaluations, served
+    def __init__(self, path: Path, accuracy: Callable[..., float], evaluations: int, served: Sequence[str], draws: int):
+        self.path, self.accuracy, self.evaluations = path, accuracy, evaluations
+        self.served, self.draws = served, draws
 
     def write(self, step: int, entry: dict) -> None:
         with self.path.open("a") as file:
@@ -94,6 +96,9 @@ class Log(TrainerCallback):
             self.write(state.global_step, {"eval_accuracy": self.accuracy(model)})
 
     def on_train_end(self, args, state, control, model=None, **kwargs):
+        if self.draws:
+            right = fmean(self.accuracy(model, seed=draw) for draw in range(self.draws))
+            self.write(state.global_step, {"final_accuracy": right})
         if self.served:
             self.write(state.global_step, self.as_served(model))
 
@@ -159,13 +164,19 @@ def train(directory: Path, model: Path) -> None:
                     accuracy_of(settings, reward, model),
                     settings["evaluations"],
                     settings["served"].split(),
+                    settings["draws"],
                 )
             ],
         )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
-    finished = environment() | {"seconds": round(time.time() - start)}
+    finished = environment() | {"model_sha256": sha256_of(model), "seconds": round(time.time() - start)}
     write_whole(directory / "finished.json", json.dumps(finished).encode())
+
+
+def sha256_of(model: Path) -> str:
+    """Of the weights that a run starts from."""
+    return sha256((model / "model.safetensors").read_bytes()).hexdigest()
 
 
 def environment() -> dict:

@@ -1,14 +1,25 @@
 """What README, the docs and the benchmarks tell of the study is what its raw files in `benchmarks/results` have."""
 
 import re
+import sys
 from statistics import fmean
 
-from figures import ADVICE, BENCHMARKS, MEASURED, PPO, TRAINING, cells_of, read
-from pages import README
+from figures import ADVICE, BENCHMARKS, MEASURED, PPO, RESULTS, TRAINING, cells_of, read
+from pages import README, TEXTS
 from places import ROOT
+
+from trl_quant.report.runs import KL
+
+
+sys.path.append(str(ROOT / "benchmarks" / "study"))
+
+from cells import QUESTIONS
+from paired import differences
+from table import stored
 
 
 PAGE = " ".join(BENCHMARKS.split())
+FLIGHT = " ".join(TEXTS["docs/partial_rollouts.md"].split())
 
 
 # The study, as the docs' advice tells it
@@ -417,3 +428,42 @@ def test_corrections_of_the_study():
         found = [rows[f"{precision} {name}"] for precision in ("int8", "fp8", "nvfp4", "int4", "mxfp4")]
         assert [cell.strip("*") for cell in written] == [f"{row['gain']:.0%}".strip("%") for row in found]
         assert ["*" in cell for cell in written] == [row["differs"] for row in found]
+
+
+# Completions in flight
+
+
+def mean_of(name: str, metric: str) -> float:
+    """Over all generations of a cell's runs."""
+    (runs,) = (row["runs"] for row in read("study/in_flight")["cells"] if row["name"] == name)
+    return fmean(value for run in runs for value in run["log"][metric].values())
+
+
+def test_what_is_told_of_the_factor_is_what_was_measured():
+    """The page has each comparison that has two pairs, with its interval, and says that one is told apart if it is."""
+    question = QUESTIONS["in_flight"]
+    rows, groups = stored(RESULTS / "study" / "in_flight.json.xz")
+    runs, planned = sum(len(row["runs"]) for row in rows), 6 * len(question.cells)
+    for text in (PAGE, FLIGHT):
+        assert re.findall(r"(\d+) of its (\d+) runs", text) == [(str(runs), str(planned))]
+    found = {(row["cell"], row["against"]): row for row in differences(question, groups)}
+    told = re.findall(r"\| `(.*?)` \| `(.*?)` \| (\d+) \| (\S+) \((\S+) to (\S+)\) \| (yes|no) \|", FLIGHT)
+    primary = next(iter(question.compared.values()))
+    assert [pair[:2] for pair in told] == [pair for pair in primary if pair in found]
+    for cell, against, pairs, *interval, apart in told:
+        row = found[cell, against]
+        assert int(pairs) == row["pairs"] and (apart == "yes") is (row["holm"] < 0.05)
+        assert interval == [f"{row[name]:+.3f}" for name in ("mean", "low", "high")]
+    final = {row["name"]: row["metrics"]["final accuracy"]["mean"] for row in rows}
+    with_tis = [value for name, value in final.items() if "tis" in name]
+    ended = f"{min(with_tis):.3f} to {max(with_tis):.3f} of held-out problems"
+    assert f"runs with `tis` ended at {ended}, full precision at {final['full precision']:.3f}" in FLIGHT
+    ages = {row["name"]: row["metrics"]["age"]["mean"] for row in rows if row["metrics"]["age"]}
+    old = [{f"{age:.1f}" for name, age in ages.items() if name.endswith(f"x{factor}")} for factor in (2, 3)]
+    (second,), (third,) = old
+    assert f"were {second} generations old on average with factor 2, and {third} with factor 3" in FLIGHT
+    apart = [f"{mean_of('bf16 tis x3', f'mismatch/by_age/{age}'):.1e}" for age in (0, 1, 2)]
+    assert "was {} at age 0, {} at age 1 and {} at age 2".format(*apart) in FLIGHT
+    assert f"INT4 alone, at factor 1, had {mean_of('int4 tis x1', KL):.1e}" in FLIGHT
+    starts = {(run["seed"], run["model_sha256"]) for row in rows for run in row["runs"]}
+    assert len(starts) == len({seed for seed, _ in starts}) == len({model for _, model in starts})

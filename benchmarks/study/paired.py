@@ -1,0 +1,100 @@
+r"""Differences between two cells, seed by seed, with what can be said of them.
+
+Both runs of a pair have the same seed and, with stored models, the same start; each pair has a start of its own, so
+that pairs are independent. With d_1 ... d_n their differences in accuracy:
+
+    mean(d) ± t_{n-1} sd(d) / sqrt(n)                                                        Student's interval, 95%
+    p_(i)' = max_{j <= i} min(1, (m - j + 1) p_(j))                   Holm's, of m values in order, the smallest first
+
+| symbol | here | meaning |
+|---|---|---|
+| n | `pairs` | seeds that both cells have finished |
+| m | | comparisons of a family: Holm's values hold for all of them together, the intervals each for itself |
+"""
+
+from collections.abc import Sequence
+from math import atan, cos, pi, sin, sqrt
+from statistics import fmean, stdev
+
+from cells import Question
+
+from trl_quant.report.runs import Group
+
+
+OUTCOME = "final_accuracy"
+LEVEL = 0.95
+
+
+def within(t: float, df: int) -> float:
+    """Returns the chance that Student's t of `df` degrees of freedom lies between -t and t.
+
+    The series of Abramowitz and Stegun, 26.7.3 and 26.7.4.
+    """
+    angle = atan(t / sqrt(df))
+    term = total = cos(angle) if df % 2 else 1.0
+    for k in range(3 if df % 2 else 2, df - 1, 2):
+        term *= (k - 1) / k * cos(angle) ** 2
+        total += term
+    if df % 2:
+        return 2 / pi * (angle + (sin(angle) * total if df > 1 else 0.0))
+    return sin(angle) * total
+
+
+def critical(df: int, level: float = LEVEL) -> float:
+    """Returns the t that a share of `level` lies within, by bisection."""
+    low, high = 0.0, 1e6
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if within(middle, df) < level else (low, middle)
+    return high
+
+
+def holm(values: Sequence[float], m: int) -> list[float]:
+    """Returns p values that hold for all of `m` comparisons together, in the order given; some may not be there yet."""
+    found, largest = [0.0] * len(values), 0.0
+    for rank, i in enumerate(sorted(range(len(values)), key=values.__getitem__)):
+        largest = max(largest, min(1.0, (m - rank) * values[i]))
+        found[i] = largest
+    return found
+
+
+def difference(cell: dict[int, float], other: dict[int, float]) -> dict | None:
+    """Of a cell from another one, given the values of each by seed; `None` with fewer than two pairs."""
+    found = [cell[seed] - other[seed] for seed in sorted(cell.keys() & other.keys())]
+    if len(found) < 2:
+        return None
+    mean, error, df = fmean(found), stdev(found) / sqrt(len(found)), len(found) - 1
+    half = critical(df) * error
+    p = 1 - within(abs(mean) / error, df) if error else float(mean == 0)
+    return {"pairs": len(found), "mean": mean, "low": mean - half, "high": mean + half, "sd": stdev(found), "p": p}
+
+
+def differences(question: Question, groups: Sequence[Group]) -> list[dict]:
+    """Returns the question's comparisons as far as they have two pairs."""
+    values = {
+        group.name: {run.settings["seed"]: run.values(OUTCOME)[-1] for run in group.runs if run.values(OUTCOME)}
+        for group in groups
+    }
+    rows = []
+    for family, pairs in question.compared.items():
+        found = [
+            {"family": family, "cell": cell, "against": other, **apart}
+            for cell, other in pairs
+            if (apart := difference(values.get(cell, {}), values.get(other, {})))
+        ]
+        for row, p in zip(found, holm([row["p"] for row in found], len(pairs)), strict=True):
+            row["holm"] = p
+        rows += found
+    return rows
+
+
+def compared(question: Question, groups: Sequence[Group]) -> str:
+    """The table of those; nothing where the question compares nothing."""
+    if not (rows := differences(question, groups)):
+        return ""
+    lines = ["", "| comparisons | cell | against | pairs | difference | 95% | p | p (Holm) |", "|" + "---|" * 8]
+    for row in rows:
+        interval = f"{row['low']:+.3f} to {row['high']:+.3f}"
+        numbers = [str(row["pairs"]), f"{row['mean']:+.3f}", interval, f"{row['p']:.2g}", f"{row['holm']:.2g}"]
+        lines.append(f"| {' | '.join([row['family'], row['cell'], row['against'], *numbers])} |")
+    return "\n".join(lines) + "\n"

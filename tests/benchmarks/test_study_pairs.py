@@ -1,0 +1,190 @@
+"""The study's paired comparisons, its stored start models, and its runs with completions in flight."""
+
+import json
+import lzma
+import shutil
+import sys
+from dataclasses import replace
+from math import sqrt
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+import torch
+from places import ROOT
+from safetensors.torch import load
+from transformers import AutoModelForCausalLM
+
+from trl_quant.report.runs import Group, Run, read_run
+from trl_quant.tasks import load_prompts
+
+
+STUDY = ROOT / "benchmarks" / "study"
+sys.path[:0] = [str(STUDY), str(ROOT / "examples")]
+
+import build_arithmetic_model as building  # noqa: E402
+import paired  # noqa: E402
+import run as runner  # noqa: E402
+import starts  # noqa: E402
+import table  # noqa: E402
+import trial  # noqa: E402
+from cells import QUESTIONS, Cell, Question  # noqa: E402
+
+
+# Student's t and Holm's values
+
+
+@pytest.mark.parametrize(("df", "tabled"), [(1, 12.706), (2, 4.303), (3, 3.182), (5, 2.571), (10, 2.228), (29, 2.045)])
+def test_students_quantiles_are_those_of_the_tables(df, tabled):
+    assert paired.critical(df) == pytest.approx(tabled, abs=6e-4)
+
+
+@pytest.mark.parametrize("df", [1, 2, 3, 4, 7, 12])
+def test_students_share_is_the_integral_of_its_density(df):
+    x = torch.linspace(0, 2.5, 100_001, dtype=torch.float64)
+    density = (1 + x**2 / df) ** (-(df + 1) / 2)
+    constant = torch.lgamma(torch.tensor([(df + 1) / 2, df / 2], dtype=torch.float64)).diff().neg().exp().item()
+    expected = 2 * constant / sqrt(df * torch.pi) * torch.trapezoid(density, x).item()
+    assert paired.within(2.5, df) == pytest.approx(expected, abs=1e-9)
+
+
+def test_holms_values_by_hand():
+    assert paired.holm([0.01, 0.04, 0.03, 0.005], 4) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert paired.holm([0.01, 0.04], 4) == pytest.approx([0.04, 0.12])  # two of four are not there yet
+    assert paired.holm([0.9, 0.8], 2) == [1.0, 1.0]
+
+
+def test_a_difference_is_that_of_runs_with_the_same_seed():
+    found = paired.difference({0: 0.5, 1: 0.7, 2: 0.6, 5: 0.1}, {0: 0.4, 1: 0.5, 2: 0.6, 7: 0.9})
+    assert found["pairs"] == 3 and found["mean"] == pytest.approx(0.1) and found["sd"] == pytest.approx(0.1)
+    half = 4.303 * 0.1 / sqrt(3)
+    assert (found["low"], found["high"]) == (pytest.approx(0.1 - half, abs=1e-4), pytest.approx(0.1 + half, abs=1e-4))
+    assert found["p"] == pytest.approx(0.2254, abs=1e-4)  # t = sqrt(3) with two degrees of freedom
+    assert paired.difference({0: 0.5, 1: 0.7}, {0: 0.4, 2: 0.5}) is None
+
+
+def group(name: str, values: list[float]) -> Group:
+    runs = [Run(f"{name}-{i}", [{"step": 1, "final_accuracy": v}], settings={"seed": i}) for i, v in enumerate(values)]
+    return Group(name, runs)
+
+
+def test_comparisons_that_have_no_pairs_yet_are_left_out_and_counted():
+    pairs = (("b", "a"), ("c", "a"), ("d", "a"))
+    question = Question("Which?", (), compared={"one": pairs, "other": pairs[:1]})
+    groups = [group("a", [0.4, 0.5, 0.6]), group("b", [0.3, 0.45, 0.5]), group("d", [0.4, 0.5, 0.7])]
+    rows = paired.differences(question, groups)
+    assert [(row["family"], row["cell"]) for row in rows] == [("one", "b"), ("one", "d"), ("other", "b")]
+    assert rows[0]["holm"] == pytest.approx(3 * rows[0]["p"]) and rows[2]["holm"] == rows[2]["p"]
+    assert paired.compared(question, groups[:1]) == "" and paired.compared(Question("", ()), groups) == ""
+    line = paired.compared(question, groups).splitlines()[3]
+    assert [cell.strip() for cell in line.split("|")[1:6]] == ["one", "b", "a", "3", "-0.083"]
+
+
+def test_stored_results_give_the_same_comparisons(tmp_path, monkeypatch):
+    cells = Cell("full precision"), Cell("a", "int4", None, "tis"), Cell("b", "int4", None, "tis", rollouts_in_flight=2)
+    question = Question("Which?", cells, (), {"final": "final_accuracy"}, compared={"one": (("b", "a"),)})
+    monkeypatch.setitem(QUESTIONS, "made up", question)
+    for cell, values in zip(cells, ([0.5, 0.5], [0.41, 0.52, 0.63], [0.31, 0.47, 0.53]), strict=True):
+        for seed, value in enumerate(values):
+            directory = tmp_path / "made up" / f"{cell.name}-seed{seed}"
+            directory.mkdir(parents=True)
+            (directory / "settings.json").write_text(json.dumps(replace(cell, seed=seed).settings()))
+            entry = {"step": 300, "eval_accuracy": 0.5, "final_accuracy": value, "mismatch/by_age/0": 0.001}
+            (directory / "metrics.jsonl").write_text(json.dumps(entry | {"mismatch/by_age/3-4": 0.002}) + "\n")
+            (directory / "finished.json").write_text("{}")
+    text = table.write("made up", tmp_path / "made up", tmp_path)
+    assert "| one | b | a | 3 | -0.083 |" in text and text == (tmp_path / "made up.md").read_text()
+    rows, groups = table.stored(tmp_path / "made up.json.xz")
+    assert table.markdown(question, rows) + paired.compared(question, groups) == text
+    assert rows[2]["runs"][0]["log"]["mismatch/by_age/3-4"] == {"300": 0.002}
+
+
+def test_the_comparisons_of_a_question_are_of_its_cells():
+    for question in QUESTIONS.values():
+        cells = {cell.name: cell for cell in question.cells}
+        for pairs in question.compared.values():
+            assert len(set(pairs)) == len(pairs)
+            for name, other in pairs:
+                assert name != other and cells[name].starts == cells[other].starts > 0 and cells[name].draws > 1
+    (primary, *_) = QUESTIONS["in_flight"].compared.values()
+    assert len(primary) == 4 and all("tis" in name for pair in primary for name in pair)
+
+
+# Start models
+
+
+@pytest.mark.parametrize("index", range(6))
+def test_a_start_model_is_the_one_whose_checksum_is_stored(tmp_path, index):
+    starts.unpack(index, tmp_path)
+    model, stored = AutoModelForCausalLM.from_pretrained(tmp_path), load(starts.weights_of(index))
+    assert model.dtype == torch.float32 and model.state_dict().keys() == stored.keys()
+    assert all(torch.equal(tensor, stored[name].float()) for name, tensor in model.state_dict().items())
+    assert len(load_prompts(str(tmp_path / "eval.jsonl"))) == 512
+    assert len(load_prompts(str(tmp_path / "train.jsonl"))) == 4096
+    sums = starts.SUMS.read_text().split()
+    assert len(sums) == 12 == len(set(sums))
+
+
+def test_a_start_model_with_another_bit_is_refused(tmp_path):
+    shutil.copytree(starts.STORED, tmp_path / "starts")
+    data = bytearray(starts.weights_of(0))
+    data[-1] ^= 1
+    (tmp_path / "starts" / "0.safetensors.xz").write_bytes(lzma.compress(data))
+    with pytest.raises(ValueError, match=r"0\.safetensors\.xz has the SHA-256 [0-9a-f]{64}, which is not that of"):
+        starts.weights_of(0, tmp_path / "starts")
+    assert starts.weights_of(1, tmp_path / "starts") == starts.weights_of(1)
+
+
+def test_start_models_fit_into_the_repository():
+    assert sum(path.stat().st_size for path in starts.STORED.iterdir()) < 4e6
+
+
+def test_seeds_start_from_the_stored_models_in_turn(tmp_path):
+    cells = [Cell("a", starts=6, seed=seed) for seed in (0, 5, 7)]
+    assert [cell.model for cell in cells] == ["start-0", "start-5", "start-1"]
+    assert len({json.dumps(replace(cell, seed=0).settings()) for cell in cells}) == 1
+    jobs = runner.model_jobs([*cells, Cell("b", starts=6, seed=1)], tmp_path)
+    assert [job.command[2:] for job in jobs] == [[str(i), str(tmp_path / "models" / f"start-{i}")] for i in (0, 5, 1)]
+    trials = runner.trial_jobs(cells, tmp_path, "in_flight")
+    assert [job.command[-1] for job in trials] == [str(job.directory) for job in jobs]
+
+
+# Runs
+
+
+def test_the_policy_is_judged_by_several_draws_at_its_end(tmp_path):
+    log = trial.Log(tmp_path / "metrics.jsonl", lambda model, seed=10: [0.25, 0.5, 1.0][seed], 1, (), 3)
+    state = type("State", (), {"global_step": 7})
+    log.on_train_end(None, state, None)
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {
+        "step": 7,
+        "final_accuracy": fmean([0.25, 0.5, 1.0]),
+    }
+
+
+def untaught(directory: Path) -> Path:
+    tokenizer = building.build_tokenizer()
+    building.build_model(tokenizer).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    for split in ("train", "eval"):
+        building.prompts(building.BuildArguments(), 0, 16, held_out=split == "eval").to_json(
+            directory / f"{split}.jsonl"
+        )
+    return directory
+
+
+@pytest.mark.parametrize("factor", [1, 3])
+def test_a_run_keeps_its_cells_factor_in_flight_and_says_what_it_started_from(tmp_path, factor):
+    model = untaught(tmp_path / "model")
+    cell = Cell(f"int4 x{factor}", "int4", None, "tis", rollouts_in_flight=factor, max_steps=8, draws=2)
+    assert "rollouts_in_flight" in table.TREATMENT
+    directory = tmp_path / "run"
+    directory.mkdir()
+    (directory / "settings.json").write_text(json.dumps(cell.settings() | {"per_device_train_batch_size": 16}))
+    trial.train(directory, model)
+    run = read_run(directory)
+    assert run.status == "done" and len(run.values("final_accuracy")) == 1
+    # An untaught model ends no completion: all in flight finish together and wait
+    assert max(run.values("rollouts/age_max"), default=0) == factor - 1
+    finished = json.loads((directory / "finished.json").read_text())
+    assert finished["model_sha256"] == trial.sha256((model / "model.safetensors").read_bytes()).hexdigest()
