@@ -15,11 +15,12 @@ import pytest
 import torch
 from remembering import partial_run
 from tiny import tiny_model
-from training import dataset, metrics, parameters
+from training import dataset, metrics, parameters, trainer_for
 
 from trl_quant import QuantGRPOTrainer
 
 
+ENDS = [*range(0, 320, 13)]
 # Completions of a group, and of a rank: a group may lie on both, and there may be fewer groups than engines
 CASES = {"even": (2, 4), "across": (4, 6), "single": (4, 2)}
 
@@ -61,7 +62,65 @@ def test_groups_travel_whole(ranks, case):
     assert returned == Counter(dict.fromkeys(order, size))
 
 
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_one_engine_on_two_ranks(tmp_path, monkeypatch):
+    """Both take each group's samples from it, and new tokens differ from the policy by BF16's rounding alone."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from ranks import on_two_ranks, results
+    from tiny import save_tiny
+
+    monkeypatch.setattr("ranks.__file__", __file__)
+    save_tiny(tmp_path / "model", seed=3, dtype=torch.bfloat16)
+    both = results(tmp_path, "tp", on_two_ranks("cpu", tmp_path, "tp"))
+    assert both[0]["weights"] == both[1]["weights"] and both[0]["log"] == both[1]["log"]
+    logs = both[0]["log"]
+    assert sum(log["rollouts/carried"] for log in logs) > 0
+    young, old = ([log[name] for log in logs if name in log] for name in ("mismatch/by_age/0", "mismatch/by_age/1"))
+    assert young and old and max(young) < 1e-3 < max(old)
+    returned = Counter(map(tuple, chain(*both[0]["prompts"], *both[1]["prompts"])))
+    assert set(returned.values()) == {2} and len(returned) == both[0]["started"] == both[1]["started"]
+
+
+def run_tensor_parallel(path: Path) -> dict:
+    from vllm_engines import SMALL, keep
+
+    asked = []
+
+    def reward(prompts, completion_ids, **kwargs):
+        asked.append([list(prompt.encode()) for prompt in prompts])
+        return [float(sum(ids) % 5) for ids in completion_ids]
+
+    settings = {"use_vllm": True, "vllm_mode": "colocate", "vllm_engine_kwargs": SMALL, "vllm_max_model_length": 512}
+    settings |= {"vllm_tensor_parallel_size": 2, "vllm_gpu_memory_utilization": 0.1, "rollout_precision": "bf16"}
+    settings |= {"rollouts_in_flight": 2.0, "max_completion_length": 24, "max_steps": 4, "num_train_epochs": 1}
+    settings |= {"per_device_train_batch_size": 4, "num_generations": 2, "generation_kwargs": {"stop_token_ids": ENDS}}
+    settings |= {"learning_rate": 0.05, "optim": "sgd", "max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
+    given = {"train_dataset": dataset(32), "reward_funcs": reward}
+    trainer = trainer_for(path / "tp" / "out", str(path / "model"), QuantGRPOTrainer, **settings | given)
+    keep(trainer)
+    trainer.train()
+    return {"prompts": asked, "started": trainer.pool.started} | told(trainer)
+
+
+def told(trainer) -> dict:
+    """What all ranks must find alike."""
+    return {
+        "weights": {name: value.double().sum().item() for name, value in parameters(trainer).items()},
+        "log": [log for log in metrics(trainer) if "loss" in log],
+    }
+
+
 def run_rank(path: Path, case: str) -> None:
+    if case == "tp":
+        found = run_tensor_parallel(path)
+    else:
+        found = run_embedded(path, case)
+    (path / case).mkdir(exist_ok=True)
+    (path / case / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+def run_embedded(path: Path, case: str) -> dict:
     size, rows = CASES[case]
     trained = []
 
@@ -77,18 +136,14 @@ def run_rank(path: Path, case: str) -> None:
     trainer.train()
     order = trainer.pool.order
     prompts = [trainer.train_dataset[order[place]]["prompt"] for place in range(4 * order.groups)]
-    found = {
-        "weights": {name: value.double().sum().item() for name, value in parameters(trainer).items()},
-        "log": [log for log in metrics(trainer) if "loss" in log],
+    return told(trainer) | {
         "starts": trainer.memory.starts,
-        "trained": trained,
         "order": [trainer._tokenize_prompts([prompt])[0][0] for prompt in prompts],
+        "trained": [
+            [[trainer._tokenize_prompts([bytes(prompt).decode()])[0][0], ids] for prompt, ids in call]
+            for call in trained
+        ],
     }
-    found["trained"] = [
-        [[trainer._tokenize_prompts([bytes(prompt).decode()])[0][0], ids] for prompt, ids in call] for call in trained
-    ]
-    (path / case).mkdir(exist_ok=True)
-    (path / case / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
