@@ -90,14 +90,14 @@ def noted(generation) -> tuple[list[str], list[float]]:
 
         return noted
 
-    generate = generation.generate
+    draw = sampler.draw
 
     def turn(*args, **kwargs):
-        output = generate(*args, **kwargs)
+        output = draw(*args, **kwargs)
         norms.append(sum(norm.double().sum().item() for norm in sampler.read_norms().values()))
         return output
 
-    generation.generate = noting("turn", turn)
+    sampler.draw = noting("turn", turn)
     sampler.sync = noting("sync", sampler.sync)
     sampler.write_norms = noting("noise", sampler.write_norms)
     return events, norms
