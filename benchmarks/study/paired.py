@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from math import atan, cos, pi, sin, sqrt
 from statistics import fmean, stdev
 
-from cells import Question
+from cell import Question
 
 from trl_quant.report.runs import Group
 

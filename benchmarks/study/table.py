@@ -26,7 +26,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from textwrap import fill
 
-from cells import QUESTIONS, TREATMENT, Question
+from cell import TREATMENT, Question
+from cells import QUESTIONS
 from matplotlib.figure import Figure
 from paired import compared
 

@@ -24,7 +24,8 @@ import build_arithmetic_model as building  # noqa: E402
 import run as runner  # noqa: E402
 import table  # noqa: E402
 import trial  # noqa: E402
-from cells import QUESTIONS, SHAPES, Cell, Question  # noqa: E402
+from cell import SHAPES, Cell, Question  # noqa: E402
+from cells import QUESTIONS  # noqa: E402
 from outliers import CHANNELS, add_outliers  # noqa: E402
 
 

@@ -28,7 +28,8 @@ import run as runner  # noqa: E402
 import starts  # noqa: E402
 import table  # noqa: E402
 import trial  # noqa: E402
-from cells import QUESTIONS, Cell, Question  # noqa: E402
+from cell import Cell, Question  # noqa: E402
+from cells import QUESTIONS  # noqa: E402
 
 
 # Student's t and Holm's values

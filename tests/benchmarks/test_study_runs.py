@@ -21,7 +21,8 @@ import build_arithmetic_model as building  # noqa: E402
 import build_masked_model as masked_building  # noqa: E402
 import run as runner  # noqa: E402
 import trial  # noqa: E402
-from cells import QUESTIONS, Cell, Question  # noqa: E402
+from cell import Cell, Question  # noqa: E402
+from cells import QUESTIONS  # noqa: E402
 from raw_results import read_results  # noqa: E402
 from rich.console import Console  # noqa: E402
 

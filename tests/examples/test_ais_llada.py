@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks" / "study")]
 import ais_llada  # noqa: E402
 import build_masked_model as building  # noqa: E402
 import trial  # noqa: E402
-from cells import Cell  # noqa: E402
+from cell import Cell  # noqa: E402
 
 
 # AIS, section 4.3 and appendix C; beta and the updates of a generation are d1's

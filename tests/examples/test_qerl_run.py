@@ -108,9 +108,7 @@ def differ(rewards: list[float]) -> bool:
 
 
 def test_it_learns(whole):
-    """By the first rounds alone, since what is trained on is never all right. Five of them have every problem once."""
-    firsts = [generation["calls"][0][::GROUP] for generation in whole.generations]
-    assert len({prompt for call in firsts[-5:] for prompt, *_ in call}) == 40
+    """By the first rounds alone, since what is trained on is never all right."""
     rewards = [[reward for *_, reward in generation["calls"][0]] for generation in whole.generations]
     shares = torch.tensor(rewards).mean(1)
     assert len(shares) == STEPS and shares[:5].mean() < 0.55
@@ -167,7 +165,7 @@ def test_groups_that_teach_nothing_give_way(whole, logs):
     replaced = remained = 0
     for log, generation in zip(logs, whole.generations, strict=True):
         calls, trained = generation["calls"], generation["trained"]
-        check_generation(calls, trained, GROUP)
+        check_generation(calls, trained, GROUP, once=False)
         rewards = {(prompt, ids): reward for call in calls for prompt, ids, reward in call}
         useful = [differ([reward for *_, reward in group]) for group in groups(calls[0])]
         final = [differ([rewards[row[:2]] for row in group]) for group in groups(trained)]

@@ -178,6 +178,32 @@ def test_what_is_seen():
 # The rows that are compared
 
 
+@pytest.mark.parametrize("library", ["deepspeed.runtime.zero", "mine"])
+def test_what_zero_registers_in_each_step_is_no_change(library):
+    """Hooks and functions that are made anew, and where the weights are; the same of one's own module is a change."""
+    model = tiny_model()
+    layer = model.model.layers[0]
+
+    def register(count: int):
+        def hook(module, args):
+            return count
+
+        hook.__module__ = library
+        handle = layer.register_forward_pre_hook(hook)
+        layer.all_parameters = hook
+        return handle
+
+    handle = register(1)
+    layer.ds_id = layer.applied_pre_backward_ref_cnt = 1
+    before = function_of(model)
+    handle.remove()
+    register(2)
+    layer.ds_id = layer.applied_pre_backward_ref_cnt = 2
+    assert (function_of(model) == before) == (library != "mine")
+    layer.scale = 2
+    assert function_of(model) != before
+
+
 def test_the_class_s_own_forward_is_no_change():
     """accelerate stores it on a model where it takes its wrapper off; another function is a change."""
     model = tiny_model("qwen3")

@@ -192,7 +192,7 @@ def check_reads_ahead(args, train_dataset) -> None:
             f"{given} reads prompts ahead of TRL, which a stream cannot give twice. Use a `datasets.Dataset`, or leave "
             "it at its default."
         )
-    images = {"image", "images"} & set(train_dataset.column_names)
+    images = {"image", "images"} & set(getattr(train_dataset, "column_names", None) or ())
     if images and args.use_vllm and args.rollouts_in_flight > 1:
         raise ValueError(
             f"`rollouts_in_flight`={args.rollouts_in_flight} carries images with the embedded engine alone, and "

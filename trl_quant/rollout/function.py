@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 
 PLAIN = (bool, int, float, str, type(None))
-NOT_OF_THE_FUNCTION = ("training",)  # set by every `train` and `eval`
+# Set by every `train` and `eval`; DeepSpeed's count of backward passes
+NOT_OF_THE_FUNCTION = ("training", "applied_pre_backward_ref_cnt")
 
 
 def function_of(model: nn.Module) -> dict[str, tuple]:
@@ -29,15 +30,18 @@ def function_of(model: nn.Module) -> dict[str, tuple]:
         counted = {key: value for key, value in vars(module).items() if _counts(key, value)}
         attributes = {key: _seen(value) for key, value in counted.items() if not _is_of_class(module, key, value)}
         hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-        found[name] = type(module), attributes, tuple(_seen(hook) for hook in hooks if not _is_of_transformers(hook))
+        found[name] = type(module), attributes, tuple(_seen(hook) for hook in hooks if not _is_of_library(hook))
     config = getattr(model, "config", None)
     found[""] += (config.to_dict() if config is not None else None,)
     return found
 
 
-def _is_of_transformers(hook: Callable) -> bool:
-    """Whether a hook is transformers' own: those of gradient checkpointing are registered again in each step."""
-    return isinstance(hook, FunctionType) and hook.__module__.startswith("transformers.")
+def _is_of_library(hook: Callable) -> bool:
+    """
+    Whether a hook is transformers' or DeepSpeed's own: those of gradient checkpointing and of ZeRO-3 are registered
+    again in each step.
+    """
+    return isinstance(hook, FunctionType) and hook.__module__.startswith(("transformers.", "deepspeed."))
 
 
 def _is_of_class(module: nn.Module, name: str, value: Any) -> bool:
@@ -54,7 +58,9 @@ def _is_of_class(module: nn.Module, name: str, value: Any) -> bool:
 
 
 def _counts(name: str, value: Any) -> bool:
-    if name.startswith("_") or name in NOT_OF_THE_FUNCTION:
+    if name.startswith(("_", "ds_")) or name in NOT_OF_THE_FUNCTION:  # `ds_`: where ZeRO-3 has the weights
+        return False
+    if str(getattr(value, "__module__", "")).startswith("deepspeed."):
         return False
     return isinstance(value, PLAIN) or (isinstance(value, Callable) and not isinstance(value, nn.Module | Tensor))
 

@@ -85,7 +85,7 @@ def test_another_prompt_than_was_given_is_refused(tmp_path):
     sampler.sync()
     image, written, picture = model.config.image_token_index, model.config.num_query_tokens, Image.new("RGB", (28, 28))
     prompts = [[5, 6], [image] * written + [5, 6]]
-    message = f"prompt 1 has {written + 2} tokens, and vLLM made {2 * written + 2} of it.*trl#6294"
+    message = f"prompt 1 has {written + 2} tokens, and vLLM made {2 * written + 2} of it.*trl/issues/6294"
     with pytest.raises(RuntimeError, match=message):
         QuantGeneration.generate(shown(sampler), prompts, [None, [picture]], 1)
     found = QuantGeneration.generate(shown(sampler), prompts, None, 1)

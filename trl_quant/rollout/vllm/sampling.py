@@ -87,8 +87,8 @@ def check_prompts(requests: list[Request], outputs) -> None:
             raise RuntimeError(
                 f"vLLM sampled from another prompt than the trainer scores: prompt {row} has {len(request.given)} "
                 f"tokens, and vLLM made {len(output.prompt_token_ids)} of it, since it writes the tokens of an image "
-                "itself (huggingface/trl#6294). Sample from the embedded engine (`use_vllm=False`) or from a server "
-                "(`vllm_mode='server'`)."
+                "itself (https://github.com/huggingface/trl/issues/6294). Sample from the embedded engine "
+                "(`use_vllm=False`) or from a server (`vllm_mode='server'`)."
             )
 
 

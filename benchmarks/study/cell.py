@@ -1,0 +1,182 @@
+"""A cell of the study, which is trained once for each seed, and a question, which is a table of cells."""
+
+from dataclasses import asdict, dataclass, field
+
+from trl_quant.tasks.arithmetic import Division
+
+
+# What distinguishes a cell from full precision in its regime; what else differs is the regime.
+TREATMENT = (
+    "rollout_precision",
+    "train_precision",
+    "is_correction",
+    "is_cap",
+    "importance_sampling_level",
+    "uaq_scale",
+    "noise_schedule",
+    "rollouts_in_flight",
+    "served",
+)
+TASK = (
+    "name",
+    "trainer",
+    "evaluations",
+    "draws",
+    "starts",
+    "digits",
+    "quotient",
+    "countdown",
+    "word_problems",
+    "accuracy",
+    "direct",
+    "outliers",
+    "lora_rank",
+    "hidden_size",
+    "num_hidden_layers",
+    "served",
+)  # fields that are not the trainer's
+COMMON = {
+    "num_generations": 8,
+    "lr_scheduler_type": "constant_with_warmup",
+    "warmup_steps": 5,
+    # Corrections may ask for other values: cells differ in their samples and weights alone.
+    "scale_rewards": "group",
+    "loss_type": "dapo",
+}
+
+
+WORDS = 112  # tokens of the longest solution in words
+CANVAS = 8  # tokens that the masked diffusion model writes at once
+SHAPES = ((128, 2), (512, 6), (1024, 8))  # channels and layers: 0.5M, 20M and 110M parameters
+
+
+@dataclass(frozen=True)
+class Cell:
+    """
+    One setting, with one seed. Fields that are not described are those of [`QuantGRPOConfig`].
+
+    Attributes:
+        digits (`int`): Of the longest operand; a solution has about 11 tokens for each.
+        quotient (`int`): Of the longest division by repeated subtraction, 40 to 50 tokens for each; 0 asks sums and
+            differences.
+        countdown (`int`): How many numbers are given to search an expression of, 3 or 4, up to about 50 tokens for
+            each; 0 asks for none.
+        word_problems (`str` or `None`): The dataset whose first questions it asks. The model has learned their
+            solutions by heart, and is judged by the same ones.
+        accuracy (`float`): How often the model is right when training starts, at temperature 1.
+        direct (`float`): How often it gives the answer at once, without the steps, when training starts.
+        outliers (`float`): How much larger some channels of its activations are (`outliers.py`); a power of two.
+        lora_rank (`int`): Of the adapter that is trained; 0 trains all weights.
+        hidden_size (`int`): Channels of the model, a multiple of 128.
+        num_hidden_layers (`int`): Layers of the model.
+        trainer (`str`): `"grpo"`, `"rloo"`, `"ppo"`, `"distillation"` or `"diffusion"`. Distillation teaches a copy of
+            the model whose weights were disturbed, with the model as its teacher. Diffusion starts from the model of
+            `examples/build_masked_model.py` and asks its additions.
+        evaluations (`int`): How often the policy is judged on the way, the last time at the end.
+        draws (`int`): Completions of each held-out problem that judge the policy at its end; 0 leaves that out.
+        starts (`int`): How many of the stored models (`starts.py`) its seeds start from in turn; 0 has one taught.
+        served (`str`): Precisions, with spaces between, in which the policy is also judged at its end, as it would be
+            served; one that trains in another is quantized for that.
+    """
+
+    name: str
+    rollout_precision: str | None = None
+    train_precision: str | None = None
+    is_correction: str | None = None
+    uaq_scale: float | None = None
+    noise_schedule: str | None = None
+    is_cap: float | None = None
+    importance_sampling_level: str = "token"
+    rollouts_in_flight: float = 1.0
+    learning_rate: float = 4e-4
+    optim: str = "adamw_torch"
+    num_iterations: int = 1
+    max_steps: int = 300
+    digits: int = 3
+    quotient: int = 0
+    countdown: int = 0
+    word_problems: str | None = None
+    accuracy: float = 0.33
+    direct: float = 0.0
+    outliers: float = 1.0
+    lora_rank: int = 0
+    hidden_size: int = SHAPES[0][0]
+    num_hidden_layers: int = SHAPES[0][1]
+    served: str = ""
+    use_vllm: bool = False
+    trainer: str = "grpo"
+    evaluations: int = 6
+    draws: int = 0
+    starts: int = 0
+    per_device_train_batch_size: int = 128
+    seed: int = 0
+
+    @property
+    def max_completion_length(self) -> int:
+        """Tokens of the longest solution, rounded up to a multiple of 8; of the canvas, where one is denoised."""
+        if self.trainer == "diffusion":
+            return CANVAS
+        if self.word_problems:
+            return WORDS
+        tokens = 52 * self.countdown or 11 * self.digits + 8
+        if self.quotient:  # of the largest numbers; `####` is one token, and <eos> follows
+            tokens = len(Division(99 * self.quotient + 98, 99).solution.replace("####", "#")) + 1
+        return -(-tokens // 8) * 8
+
+    @property
+    def model(self) -> str:
+        """Name of the model that it starts from, which all its seeds share unless the models are stored."""
+        return self.taught + (f"-outliers-{self.outliers:g}" if self.outliers != 1 else "")
+
+    @property
+    def taught(self) -> str:
+        """Name of that model before it has outliers."""
+        if self.starts:
+            return f"start-{self.seed % self.starts}"
+        if self.trainer == "diffusion":
+            return "masked"
+        task = f"quotient-{self.quotient}" if self.quotient else f"{self.digits}-digits"
+        task = f"countdown-{self.countdown}" if self.countdown else task
+        task = self.word_problems.replace("/", "-") if self.word_problems else task
+        shape = f"-{self.hidden_size}x{self.num_hidden_layers}"
+        return (
+            f"{task}-{self.accuracy:g}"
+            + (f"-direct-{self.direct:g}" if self.direct else "")
+            + (shape if (self.hidden_size, self.num_hidden_layers) != SHAPES[0] else "")
+        )
+
+    def arguments(self) -> dict:
+        """Of the trainer's config, which takes those of its fields."""
+        own = {name: value for name, value in asdict(self).items() if name not in TASK}
+        if self.trainer == "ppo":
+            own["scale_rewards"] = "none"  # its critic stands in for the group
+        if self.trainer == "diffusion":
+            own |= {"block_length": CANVAS, "prompt_mask_probability": 0.0}  # a mask on so short a prompt hides a digit
+        return COMMON | own | {"max_completion_length": self.max_completion_length}
+
+    def settings(self) -> dict:
+        """All that the run depends on."""
+        model = {"model": "stored" if self.starts else self.model}  # the seed says which of those
+        return {name: getattr(self, name) for name in TASK} | model | self.arguments()
+
+
+@dataclass(frozen=True)
+class Question:
+    """
+    Attributes:
+        asks (`str`): What the table answers.
+        cells (`tuple[Cell, ...]`): Its rows.
+        panels (`tuple[str, ...]`): Titles of the report's panels that its figure draws; without them it has no figure.
+        metrics (`dict[str, str]`): Further columns of its table -> metric.
+        by_regime (`bool`): Whether a panel draws all precisions of a regime, and not one precision beside full
+            precision.
+        compared (`dict[str, tuple[tuple[str, str], ...]]`): Comparisons by family, each of a cell with another one,
+            seed by seed (`paired.py`).
+    """
+
+    asks: str
+    cells: tuple[Cell, ...]
+    panels: tuple[str, ...] = ("Held-out reward", "Reward")
+    metrics: dict[str, str] | None = None
+    by_regime: bool = False
+    compared: dict[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
