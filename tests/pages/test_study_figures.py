@@ -447,7 +447,7 @@ def test_what_is_told_of_the_factor_is_what_was_measured():
     for text in (PAGE, FLIGHT):
         assert re.findall(r"(\d+) of its (\d+) runs", text) == [(str(runs), str(planned))]
     found = {(row["cell"], row["against"]): row for row in differences(question, groups)}
-    told = re.findall(r"\| `(.*?)` \| `(.*?)` \| (\d+) \| (\S+) \((\S+) to (\S+)\) \| (yes|no) \|", FLIGHT)
+    told = re.findall(r"\| `([^`]*)` \| `([^`]*)` \| (\d+) \| (\S+) \((\S+) to (\S+)\) \| (yes|no) \|", FLIGHT)
     primary = next(iter(question.compared.values()))
     assert [pair[:2] for pair in told] == [pair for pair in primary if pair in found]
     for cell, against, pairs, *interval, apart in told:
