@@ -404,7 +404,7 @@ def measure(args) -> dict:
         if is_partial:  # whose steps differ: lengths returned, ages, tokens computed again
             names = ("completions/mean_length", *(name for name in logged[-1] if name.startswith("rollouts/")))
             result[shape_name(completions, new, lengths)]["in_flight"] = [
-                {name: entry[name] for name in names} for entry in logged
+                {name: entry[name] for name in names if name in entry} for entry in logged
             ]
         if args.profile:
             result[shape_name(completions, new, lengths)]["update_kernels"] = steps.kernels[:80]

@@ -195,11 +195,13 @@ def print_table(
             line.append(f"{statistics.median(seconds):.2f}" if any(seconds) else "0")
         sampled = []
         for run in found:  # which may have fewer steps than another
-            counts = tokens
-            if "in_flight" in run["results"][shape]:  # a step returns other completions than it starts
+            seconds = seconds_of([run], shape, "sampling")
+            if "in_flight" in run["results"][shape]:  # a step returns other completions than it samples
                 _, *entries = run["results"][shape]["in_flight"]
-                counts = [entry["completions/mean_length"] * len(lengths[0]) for entry in entries]
-            sampled += [count / seconds for count, seconds in zip(counts, seconds_of([run], shape, "sampling"))]
+                returned = sum(entry["completions/mean_length"] for entry in entries) * len(lengths[0])
+                sampled.append(returned / sum(seconds))
+            else:
+                sampled += [count / each for count, each in zip(tokens, seconds)]
         line.append(f"{statistics.median(sampled):.0f}")
         line.append(f"{max(run['results'][shape]['peak_bytes'] for run in found) / 2**30:.1f}")
         line.append(f"{max(run['load'][0] for run in found):.1f}")

@@ -210,9 +210,10 @@ class EndedEarly:
         from vllm.v1.engine import EngineCoreOutput, FinishReason
 
         states = self.processor.request_states  # of those that have not ended
-        self.requests = self.requests or list(states)
+        self.requests, before = self.requests or list(states), len(states)
         processed = self.process(outputs, *args, **kwargs)
-        if not states or not self.enough([name not in states for name in self.requests]):
+        some_ended = 0 < len(states) < before
+        if not some_ended or not self.enough([name not in states for name in self.requests]):
             return processed
         left = list(states)
         ends = [EngineCoreOutput(request_id=name, new_token_ids=[], finish_reason=FinishReason.ABORT) for name in left]
