@@ -15,6 +15,16 @@ ROUNDED_ZERO = 1e-3  # largest log-probability, in nats, that counts as a rounde
 ENDED = ("stop", "length", "repetition")  # vLLM's reasons for the end of a completion that is whole
 
 
+def columns(rows: list[list]) -> list[list[np.ndarray]]:
+    """
+    Gives each value of some rows an axis of its own, as TRL and servers do: the result has the shape (rows, values, 1).
+
+    Its last axis is an array, which Python's garbage collector does not count. A list for each of 80,000 tokens sets it
+    off, and beside a vLLM engine it takes half a second.
+    """
+    return [list(np.array(row, dtype=object).reshape(-1, 1)) for row in rows]
+
+
 def fault_of_samples(
     token_ids: list[list[int]],
     logps: list[list] | None,
