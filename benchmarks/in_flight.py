@@ -122,7 +122,7 @@ def draw(by_factor: dict[float, list[Generation]], path: Path) -> None:
             [*steps, 0],
             [*numbers, most],
             where="pre",
-            label=f"{factor:g} generation{'s' if factor != 1 else ''} in flight",
+            label=f"rollouts_in_flight={factor:g}",
         )
     axes.set_xlabel("decode steps of a generation")
     axes.set_ylabel("completions in flight")
