@@ -321,15 +321,19 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def in_own_process(arguments: list[str], timeout: float) -> dict:
-    """Reruns this benchmark in a process for one engine, which then has the GPU alone. Returns its result or error."""
+def in_own_process(arguments: list[str], timeout: float, script: str | None = None, **environment: str) -> dict:
+    """
+    Reruns this benchmark, or runs `script`, in a process for one engine, which then has the GPU alone. `environment`
+    adds variables. Returns its result or error.
+    """
     # TRL tries the same few ports in every process, and two that start together on two GPUs would take one
     defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "MASTER_PORT": str(free_port())}
     if not CUDA:
         defaults |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1"}
-    command = [sys.executable, sys.argv[0], *arguments]
+    command = [sys.executable, script or sys.argv[0], *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=defaults | os.environ)
+        variables = defaults | os.environ | environment
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=variables)
     except subprocess.TimeoutExpired:
         return {"error": f"took more than {timeout:.0f} s"}
     results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]

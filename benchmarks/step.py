@@ -18,6 +18,7 @@ Times whole GRPO steps and their phases, through the trainers, with TRL's traine
 | `fp8/fp8@2` | ours with `rollouts_in_flight=2` |
 | `fp8/fp8+liger` | ours with Liger's kernels |
 | `rloo:trl`, `rloo:fp8/fp8` | TRL's `RLOOTrainer` and ours; its reference model is TRL's default |
+| `unsloth`, `unsloth-fp8` | unsloth's `GRPOTrainer`, over a base in BF16 or FP8: see `unsloth_step.py` |
 | `ppo:fp8/fp8` | our PPO, with a critic of the 0.5B shape (on a CPU of the tiny one) whose weights are all trained |
 
 Each trainer runs in its own process and trains a LoRA policy of random weights with gradient checkpointing, one update
@@ -79,7 +80,6 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import TrainerCallback
 
 from trl_quant.precisions import exact_flows, frozen_bases, in_vllm, train_precisions
-from trl_quant.trainers.launch import TRAINERS
 
 
 IGNORE_EOS = {"ignore_eos": True}
@@ -94,6 +94,7 @@ TRLS = {
     "trl-liger": CONTROL | {"use_liger_kernel": True},
     "rloo:trl": {},
 }
+OTHERS = (*TRLS, *step_runs.UNSLOTH)
 METHODS = ("grpo", "rloo", "ppo")
 OURS = re.compile(
     r"(?P<rollout>\w+)(/(?P<train>\w+)(/(?P<how>exact|adapter))?)?(\+(?P<switch>packed|padded|liger))?(@(?P<flight>[\d.]+))?"
@@ -109,7 +110,7 @@ def fields_of(trainer: str, precisions: Sequence[str] = PRECISIONS) -> dict:
     parts = OURS.fullmatch(trainer.removeprefix(f"{method}:"))
     if method not in METHODS or not parts or parts["rollout"] not in precisions:
         raise argparse.ArgumentTypeError(
-            f"{trainer!r} is neither of {', '.join(TRLS)} nor a precision of this machine, for one of "
+            f"{trainer!r} is neither of {', '.join(OTHERS)} nor a precision of this machine, for one of "
             f"{', '.join(METHODS)}."
         )
     fields = {"rollout_precision": parts["rollout"]}
@@ -133,7 +134,7 @@ def fields_of(trainer: str, precisions: Sequence[str] = PRECISIONS) -> dict:
 
 
 def trainer_name(text: str, precisions: Sequence[str] = PRECISIONS) -> str:
-    if text not in TRLS:
+    if text not in OTHERS:
         fields_of(text, precisions)
     return text
 
@@ -214,13 +215,34 @@ def settings_of(args, trainer: str, cuda: bool = CUDA) -> dict:
     }
     if not args.lora:
         settings["optim"] = "adamw_bnb_8bit" if importlib.util.find_spec("bitsandbytes") else "sgd"
-    if trainer in TRLS:
+    if trainer in OTHERS:
         return settings
     settings |= {"is_correction": args.correction, "lora_sync": args.lora_sync}
     settings |= fields_of(trainer, tuple(in_vllm()) if cuda else PRECISIONS)
     if not args.lora:
         del settings["lora_sync"]
     return settings
+
+
+def draw_prompts(args, tokenizer, generator: random.Random) -> list[str]:
+    """Draws as many prompts as the largest step has completions."""
+    words, completions = words_of(tokenizer), max(completions for completions, *_ in args.completions)
+    return [tokenizer.decode(generator.choices(words, k=args.prompt)) for _ in range(completions)]
+
+
+def run_settings(args, directory: str, longest: int) -> dict:
+    """Returns the fields of a trainer's config for runs in `directory`, whose prompts have at most `longest` tokens."""
+    return {
+        "output_dir": f"{directory}/run",
+        "use_cpu": not CUDA,
+        "vllm_max_model_length": longest + max(new for _, new, _ in args.completions),
+        "generation_kwargs": IGNORE_EOS,
+        "max_steps": args.steps,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    } | settings_of(args, args.one)
 
 
 def make_trainer(args, tokenizer):
@@ -230,33 +252,22 @@ def make_trainer(args, tokenizer):
     from transformers import AutoConfig, AutoModelForCausalLM
     from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
+    from trl_quant.trainers.launch import TRAINERS
     from trl_quant.trl_seams import llm_with
 
     trls = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}
     method, _ = step_runs.parts_of(args.one)
     (size,) = args.sizes
-    completions, new, _ = map(max, zip(*args.completions, strict=True))
-    words, generator = words_of(tokenizer), random.Random(0)
-    prompts = [tokenizer.decode(generator.choices(words, k=args.prompt)) for _ in range(completions)]
-    directory = model_directory(size, tokenizer)
+    generator = random.Random(0)
+    prompts, directory = draw_prompts(args, tokenizer, generator), model_directory(size, tokenizer)
     config = AutoConfig.from_pretrained(directory)
     with torch.device("cuda" if CUDA else "cpu"):
         # BF16 is far slower on a CPU
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if CUDA else torch.float32)
-    speak(model, words)
+    speak(model, words_of(tokenizer))
     save_start(model)
 
-    settings = {
-        "output_dir": f"{directory}/run",
-        "use_cpu": not CUDA,
-        "vllm_max_model_length": max(len(ids) for ids in tokenizer(prompts).input_ids) + new,
-        "generation_kwargs": IGNORE_EOS,
-        "max_steps": args.steps,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-    } | settings_of(args, args.one)
+    settings = run_settings(args, directory, max(map(len, tokenizer(prompts).input_ids)))
     arguments = dict(START)
     if not CUDA:
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20, "disable_log_stats": True}
@@ -372,8 +383,7 @@ def check_lengths(logged: list[dict], drawn: list[list[int]]) -> None:
             assert math.isclose(length, expected, rel_tol=1e-6), f"{name} length {length}, but {expected} was drawn"
 
 
-def measure(args) -> dict:
-    trainer = make_trainer(args, load_tokenizer(args.tokenizer))
+def measure(args, trainer) -> dict:
     steps = Steps(trainer, profiled=args.steps - 1 if args.profile else None)
     trainer.add_callback(steps)
     generate, result = trainer.vllm_generation.llm.generate, {}
@@ -419,7 +429,7 @@ def options(cuda: bool = CUDA) -> argparse.ArgumentParser:
         type=partial(trainer_name, precisions=tuple(in_vllm()) if cuda else PRECISIONS),
         default=["trl", "trl-control", "bf16", "fp8"] if cuda else ["bf16", "int8"],
         metavar="TRAINER",
-        help=f"{', '.join(TRLS)}, or ours: "
+        help=f"{', '.join(OTHERS)}, or ours: "
         "[METHOD:]ROLLOUT[/TRAIN[/exact|/adapter]][+packed|+padded|+liger][@IN_FLIGHT]",
     )
     parser.add_argument("--correction", default="tis", help="`is_correction` of ours")
@@ -439,6 +449,7 @@ def options(cuda: bool = CUDA) -> argparse.ArgumentParser:
     parser.add_argument("--profile", action="store_true", help="keeps the kernels of the last step's update")
     parser.add_argument("--rounds", type=int, default=1, help="each second one takes the trainers in reverse")
     parser.add_argument("--vllm_gpu_memory_utilization", type=float, default=0.3)
+    parser.add_argument("--unsloth_site", type=Path, metavar="DIR", help="folder of packages with unsloth and its pins")
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSON file, or .json.xz, to which runs are added")
     parser.add_argument("--commit", default=commit(), help="for a copy of the tree without git")
     parser.add_argument("--show", nargs="+", type=Path, metavar="FILE", help="prints the runs of these files")
@@ -449,7 +460,7 @@ def main():
     parser = options()
     args = parser.parse_args()
     if args.one:
-        return report(measure(args))
+        return report(measure(args, make_trainer(args, load_tokenizer(args.tokenizer))))
     if args.steps < 2:
         parser.error("`--steps` must be at least 2, because the first one warms up")
     if args.profile and (not CUDA or args.steps < 3):

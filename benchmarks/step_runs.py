@@ -29,6 +29,9 @@ PHASES = ("sampling", "sync", "scoring", "update", "rest")
 # BF16
 BASELINES = ("trl", "trl-control", "bf16")
 
+# Trainers of `unsloth_step.py`, and the precision of sampling and update
+UNSLOTH = {"unsloth": "bf16", "unsloth-fp8": "fp8"}
+
 FULL = 16  # steps whose mean is printed: as many as a pool of rollouts in flight is full
 
 
@@ -83,7 +86,8 @@ def run_all(
         for trainer in trainers if number % 2 else reversed(trainers):
             run = {"trainer": trainer, "round": number, "size": size, "micro": args.micro} | constants
             run |= {"load": os.getloadavg(), "cores": len(os.sched_getaffinity(0))}
-            results = in_own_process([*sys.argv[1:], "--one", trainer, *options], args.timeout)
+            words = [*sys.argv[1:], "--one", trainer, *options]
+            results = in_own_process(words, args.timeout, **process_of(trainer, args))
             if "error" in results:
                 failed.append(trainer)
                 print(f"{trainer}: {results['error'][:300]}", flush=True)
@@ -94,6 +98,15 @@ def run_all(
                 seconds = " ".join(f"{step['step']:.2f}" for step in result["steps"])
                 print(f"{size}, {trainer}, {shape}, round {number}: {seconds} s", flush=True)
     return failed
+
+
+def process_of(trainer: str, args: Namespace) -> dict[str, str]:
+    """Returns the script and the variables of a trainer's process where they are not those of the benchmark."""
+    if trainer not in UNSLOTH:
+        return {}
+    places = (str(args.unsloth_site or ""), os.environ.get("PYTHONPATH", ""))
+    script = str(Path(__file__).with_name("unsloth_step.py"))
+    return {"script": script, "PYTHONPATH": os.pathsep.join(filter(None, places))}
 
 
 def merged(found: dict, more: dict) -> dict:
@@ -141,9 +154,10 @@ def limits_of(run: dict, machine: str, arguments: dict, lengths: list[list[int]]
     Returns the least seconds of a run's sampling and of its policy's update: medians over the steps. A critic is left
     out. See `limits.py`.
     """
-    rollout, _, train = parts_of(run["trainer"])[1].partition("@")[0].partition("+")[0].partition("/")
+    trainer = UNSLOTH.get(run["trainer"], run["trainer"])
+    rollout, _, train = parts_of(trainer)[1].partition("@")[0].partition("+")[0].partition("/")
     rollout = "bf16" if rollout.startswith("trl") else rollout
-    train = train.partition("/")[0] or "bf16"
+    train = rollout if run["trainer"] in UNSLOTH else train.partition("/")[0] or "bf16"
     step = (arguments["prompt"], arguments["generations"])
     return (
         statistics.median(sampling_limit(run["size"], machine, rollout, *step, each) for each in lengths),

@@ -130,6 +130,39 @@ def test_other_names_are_refused(step, name, capsys):
     assert repr(name) in capsys.readouterr().err
 
 
+def test_unsloth_runs_in_a_process_with_its_own_packages(step, step_runs, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/ours")
+    args = step.options().parse_args(["--trainers", "trl", "unsloth-fp8", "--unsloth_site", "/theirs"])
+    assert args.trainers == ["trl", "unsloth-fp8"]
+    assert step_runs.process_of("trl", args) == {}
+    process = step_runs.process_of("unsloth-fp8", args)
+    assert process == {"script": str(BENCHMARKS / "unsloth_step.py"), "PYTHONPATH": "/theirs:/ours"}
+    assert (BENCHMARKS / "unsloth_step.py").is_file()
+    shared = step.settings_of(args, "unsloth")
+    assert shared == step.settings_of(args, "trl-control")
+
+
+def test_another_script_runs_with_further_variables(step, monkeypatch):
+    import engines
+
+    def run(command, env, **options):
+        assert command[1:] == ["other.py", "--one", "unsloth"] and env["PYTHONPATH"] == "/theirs"
+        return engines.subprocess.CompletedProcess(command, 0, "RESULT {}", "")
+
+    monkeypatch.setattr(engines.subprocess, "run", run)
+    assert engines.in_own_process(["--one", "unsloth"], 1, script="other.py", PYTHONPATH="/theirs") == {}
+
+
+def test_limits_of_unsloth_are_those_of_its_base(step_runs):
+    arguments = {"prompt": 256, "generations": 8, "lora": 32}
+    for name, ours in (("unsloth", "bf16"), ("unsloth-fp8", "fp8/fp8")):
+        theirs, same = (
+            step_runs.limits_of({"trainer": trainer, "size": "7b"}, "H100", arguments, [[64] * 8])
+            for trainer in (name, ours)
+        )
+        assert theirs == same
+
+
 # Files of runs
 
 
