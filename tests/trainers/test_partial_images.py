@@ -5,6 +5,7 @@ not hold. The policy is Gemma 3, whose image tokens see each other.
 
 import math
 from copy import deepcopy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,10 +16,14 @@ from remembering import assert_goes_on, in_flight, returned
 from tiny import tiny_reader
 from torch import nn
 from training import Killed, killing, metrics, parameters, scored_batches, trainer_for
+from transformers import ProcessorMixin
 from trl.data_utils import prepare_multimodal_messages
 
 from trl_quant import QuantDistillationTrainer, QuantGRPOTrainer, QuantRLOOTrainer
+from trl_quant.config.data import check_reads_ahead
 from trl_quant.layers import EngineLinear
+from trl_quant.trainers.pictures import requests_in_flight
+from trl_quant.trainers.pool import Completion, Group
 
 
 pytestmark = pytest.mark.isa
@@ -205,6 +210,34 @@ def test_images_are_refused_with_vllm(tmp_path):
         ValueError, match=r"`rollouts_in_flight`=2\.0 carries images .* column 'image' .*`use_vllm`=True"
     ):
         built(tmp_path, "image", **vllm)
+
+
+def test_images_inside_prompts_are_refused_with_vllm():
+    """The first row's before anything is loaded, a later one's when its group would start."""
+    picture = [{"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "a"}]}]
+    text = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+    args = SimpleNamespace(use_vllm=True, rollouts_in_flight=2.0, dynamic_sampling_rounds=0)
+    first, later = ([{"prompt": prompt} for prompt in prompts] for prompts in ((picture, text), (text, picture)))
+    with pytest.raises(
+        ValueError, match=r"in_flight`=2\.0 carries images .* the first prompt of `train_dataset` holds"
+    ):
+        check_reads_ahead(args, Dataset.from_list(first))
+    check_reads_ahead(args, Dataset.from_list(later))
+    check_reads_ahead(SimpleNamespace(**vars(args) | {"use_vllm": False}), Dataset.from_list(first))
+
+    sampler = SimpleNamespace(reads_images=True)
+    trainer = SimpleNamespace(
+        args=args,
+        processing_class=ProcessorMixin.__new__(ProcessorMixin),
+        train_dataset=later,
+        vllm_generation=SimpleNamespace(sampler=sampler),
+    )
+    asked = [[(Group(0, row, [5], 0, []), Completion())] for row in (0, 1)]
+    assert [request.given for request in requests_in_flight(trainer, asked[0])[0]] == [[5]]
+    with pytest.raises(ValueError, match=r"carries images .* a prompt of `train_dataset` holds an image"):
+        requests_in_flight(trainer, asked[1])
+    args.rollouts_in_flight = 1.0  # dynamic sampling, whose completions vLLM samples whole
+    assert [request.images for request in requests_in_flight(trainer, asked[1])[0]] == [["a.png"]]
 
 
 @pytest.mark.parametrize("column", ["image", None])

@@ -1,6 +1,7 @@
 """Samples that are not the engine's: what a `rollout_func` or a subclass must return, and when a warning says so."""
 
 import math
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -140,3 +141,11 @@ def test_a_subclass_that_samples_by_itself_is_told_once(tmp_path, caplog, asks):
     trainer.train()
     assert caplog.text.count("A generation was not sampled from the rollout engine") == (not asks)
     assert trainer.state.global_step == 3
+    # A pool has sampled before TRL asks
+    for field in ({"rollouts_in_flight": 2.0}, {"dynamic_sampling_rounds": 1}):
+        trainer = make(Own, config(QuantGRPOConfig, tmp_path, rollout_precision="int8", max_steps=1, **field))
+        with (
+            nullcontext() if asks else pytest.raises(ValueError, match="other completions than the engine had sampled")
+        ):
+            trainer.train()
+        assert trainer.state.global_step == asks

@@ -192,13 +192,27 @@ def check_reads_ahead(args, train_dataset) -> None:
             f"{given} reads prompts ahead of TRL, which a stream cannot give twice. Use a `datasets.Dataset`, or leave "
             "it at its default."
         )
-    images = {"image", "images"} & set(getattr(train_dataset, "column_names", None) or ())
-    if images and args.use_vllm and args.rollouts_in_flight > 1:
-        raise ValueError(
-            f"`rollouts_in_flight`={args.rollouts_in_flight} carries images with the embedded engine alone, and "
-            f"`train_dataset` has a column {images.pop()!r} with `use_vllm`=True. Set `use_vllm=False`, or "
-            "`rollouts_in_flight=1`."
-        )
+    if args.use_vllm and args.rollouts_in_flight > 1:
+        images = {"image", "images"} & set(getattr(train_dataset, "column_names", None) or ())
+        if images:
+            raise ValueError(carries_no_images(args, f"`train_dataset` has a column {images.pop()!r}"))
+        if isinstance(train_dataset, Dataset) and images_of(train_dataset[0]["prompt"]):
+            raise ValueError(carries_no_images(args, "the first prompt of `train_dataset` holds an image"))
+
+
+def carries_no_images(args, found: str) -> str:
+    """Returns the message for images in partial rollouts with vLLM."""
+    return (
+        f"`rollouts_in_flight`={args.rollouts_in_flight} carries images with the embedded engine alone, and {found} "
+        "with `use_vllm`=True. Set `use_vllm=False`, or `rollouts_in_flight=1`."
+    )
+
+
+def images_of(prompt: str | list[dict]) -> list | None:
+    """Returns the images in a conversation; `None` if it has none."""
+    contents = [] if isinstance(prompt, str) else [message.get("content") for message in prompt]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return [part["image"] for part in parts if part["type"] == "image"] or None
 
 
 def check_turns(args, tools, environment_factory) -> None:

@@ -58,6 +58,7 @@ class QuantGeneration(VLLMGeneration):
         self.turns: list[Turn] = []
         self.multimodal_fields: dict = {}
         self._returned: Samples | None = None
+        self._was_asked = False  # since there are samples to return
         super().__init__(*args, **kwargs)
 
     def _init_vllm(self):
@@ -102,12 +103,24 @@ class QuantGeneration(VLLMGeneration):
 
     @contextmanager
     def returning(self, samples: Samples) -> Iterator[None]:
-        """Context in which [`generate`] returns `samples` and does not sample."""
-        self._returned = samples
+        """
+        Context in which [`generate`] returns `samples` and does not sample.
+
+        Raises:
+            `ValueError`: It was not called, so the trainer got other samples.
+        """
+        self._returned, self._was_asked = samples, False
         try:
             yield
         finally:
             self._returned = None
+        if not self._was_asked:
+            raise ValueError(
+                "The trainer took other completions than the engine had sampled for it: with `rollouts_in_flight` or "
+                "`dynamic_sampling_rounds` they are sampled before TRL asks for them. An override of "
+                "`_generate_single_turn` must call `super()`; one that samples by itself needs both fields at their "
+                "defaults."
+            )
 
     def generate(self, prompts, images, num_generations, profiler=None) -> tuple:
         """
@@ -126,7 +139,7 @@ class QuantGeneration(VLLMGeneration):
         Raises:
             `RuntimeError`: A policy cannot have sampled this; see [`~rollout.answers.fault_of_samples`].
         """
-        samples = self._returned
+        samples, self._was_asked = self._returned, True
         if samples is None:
             if not self.sampler.is_generating:
                 self.begin()

@@ -6,6 +6,7 @@ from typing import Any
 from transformers import ProcessorMixin
 from trl.data_utils import prepare_multimodal_messages
 
+from ..config.data import carries_no_images, images_of
 from ..rollout.engine import Request
 
 
@@ -21,13 +22,6 @@ def with_images(row: dict[str, Any]) -> str | list[dict]:
     return prepare_multimodal_messages(prompt, images=[image for image in images or [] if image is not None])
 
 
-def images_of(prompt: str | list[dict]) -> list | None:
-    """Returns the images in a conversation; `None` if it has none."""
-    contents = [] if isinstance(prompt, str) else [message.get("content") for message in prompt]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    return [part["image"] for part in parts if part["type"] == "image"] or None
-
-
 def requests_in_flight(trainer, asked: list[tuple]) -> tuple[list[Request], dict[str, Any]]:
     """
     Returns requests for completions that start or go on, with their images, and the processor's results for these if
@@ -38,14 +32,18 @@ def requests_in_flight(trainer, asked: list[tuple]) -> tuple[list[Request], dict
         asked (`list[tuple[Group, Completion]]`): The completions, each with its group.
 
     Raises:
-        `ValueError`: A prompt now has another number of tokens than when its group started.
+        `ValueError`: A prompt has images, which partial rollouts in vLLM do not carry, or now has another number of
+            tokens than when its group started.
     """
     prompts = {}
     if isinstance(trainer.processing_class, ProcessorMixin):
         prompts = {group.place: with_images(trainer.train_dataset[group.row]) for group, _ in asked}
     images = {place: images_of(prompt) for place, prompt in prompts.items()}
     requests = [Request(group.prompt, images.get(group.place), sampled=c.token_ids) for group, c in asked]
-    if not any(images.values()) or trainer.vllm_generation.sampler.reads_images:
+    reads_images = trainer.vllm_generation.sampler.reads_images
+    if reads_images and trainer.args.rollouts_in_flight > 1 and any(images.values()):
+        raise ValueError(carries_no_images(trainer.args, "a prompt of `train_dataset` holds an image"))
+    if reads_images or not any(images.values()):
         return requests, {}
     tokenized, _, processed = trainer._tokenize_prompts([prompts[group.place] for group, _ in asked])
     for (group, _), ids in zip(asked, tokenized, strict=True):
