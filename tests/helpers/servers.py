@@ -62,16 +62,22 @@ def wait_for(process: warm.Popen, url: str) -> None:
 
 @pytest.fixture(autouse=True)
 def files_in_place_of_nccl(monkeypatch):
+    use_files(monkeypatch)
+
+
+def use_files(patch: pytest.MonkeyPatch) -> None:
+    """Sends weights to a server in files."""
+
     def join(self, device):
         self._post(f"{self.base_url}/init_weight_transfer_engine", json={"init_info": NO_GROUP})
         self.communicator = SimpleNamespace(disabled=False)
 
-    monkeypatch.setattr(vllm_server, "BACKEND", "files")
-    monkeypatch.setattr(vllm_client.VLLMClient, "init_communicator", join)
+    patch.setattr(vllm_server, "BACKEND", "files")
+    patch.setattr(vllm_client.VLLMClient, "init_communicator", join)
     if hasattr(vllm_client, "packed_nccl_broadcast_producer"):
-        monkeypatch.setattr(vllm_client, "packed_nccl_broadcast_producer", file_transfer.send)
+        patch.setattr(vllm_client, "packed_nccl_broadcast_producer", file_transfer.send)
     else:  # TRL with vLLM below 0.28
-        monkeypatch.setattr(vllm_client, "NCCLWeightTransferEngine", file_transfer)
+        patch.setattr(vllm_client, "NCCLWeightTransferEngine", file_transfer)
 
 
 def behind(url: str, precision: str) -> dict:

@@ -6,8 +6,10 @@ As a script, one of the two ranks.
 
 import json
 import os
+import signal
 import sys
 from collections import Counter
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
 
@@ -62,17 +64,36 @@ def test_groups_travel_whole(ranks, case):
     assert returned == Counter(dict.fromkeys(order, size))
 
 
+@contextmanager
+def server_of(model: Path, monkeypatch):
+    """Context of a server that gets the weights in a file, of which the ranks are told by `monkeypatch`."""
+    from servers import FILES, PROCESSED, serve, wait_for
+
+    file = f"{model}.pt"
+    process, url = serve(model, *PROCESSED, *FILES, file=file)
+    monkeypatch.setenv("FILE_TRANSFER", file)
+    monkeypatch.setenv("SERVER_URL", url)
+    try:
+        wait_for(process, url)
+        yield
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)  # its engine is a process of the same group
+        process.wait(30)
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_one_engine_on_two_ranks(tmp_path, monkeypatch):
+@pytest.mark.parametrize("case", ["tp", "server"])
+def test_one_engine_on_two_ranks(tmp_path, monkeypatch, case):
     """Both take each group's samples from it, and new tokens differ from the policy by BF16's rounding alone."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
     from ranks import on_two_ranks, results
     from tiny import save_tiny
 
     monkeypatch.setattr("ranks.__file__", __file__)
-    save_tiny(tmp_path / "model", seed=3, dtype=torch.bfloat16)
-    both = results(tmp_path, "tp", on_two_ranks("cpu", tmp_path, "tp"))
+    model = save_tiny(tmp_path / "model", seed=3, dtype=torch.bfloat16)
+    with server_of(model, monkeypatch) if case == "server" else nullcontext():
+        both = results(tmp_path, case, on_two_ranks("cpu", tmp_path, case))
     assert both[0]["weights"] == both[1]["weights"] and both[0]["log"] == both[1]["log"]
     logs = both[0]["log"]
     assert sum(log["rollouts/carried"] for log in logs) > 0
@@ -82,23 +103,32 @@ def test_one_engine_on_two_ranks(tmp_path, monkeypatch):
     assert set(returned.values()) == {2} and len(returned) == both[0]["started"] == both[1]["started"]
 
 
-def run_tensor_parallel(path: Path) -> dict:
+def run_vllm(path: Path, case: str) -> dict:
+    import servers
     from vllm_engines import SMALL, keep
 
     asked = []
+    if case == "server":
+        servers.use_files(pytest.MonkeyPatch())
+        settings = servers.behind(os.environ["SERVER_URL"], "bf16")
+        # Shorter ones have all ended before a client can stop the server
+        settings |= {"max_completion_length": 300, "generation_kwargs": {"stop_token_ids": [*ENDS[::8]]}}
+    else:
+        settings = {"use_vllm": True, "vllm_mode": "colocate", "vllm_engine_kwargs": SMALL, "rollout_precision": "bf16"}
+        settings |= {"vllm_max_model_length": 512, "vllm_tensor_parallel_size": 2, "vllm_gpu_memory_utilization": 0.1}
+        settings |= {"max_completion_length": 24, "generation_kwargs": {"stop_token_ids": ENDS}}
 
     def reward(prompts, completion_ids, **kwargs):
         asked.append([list(prompt.encode()) for prompt in prompts])
         return [float(sum(ids) % 5) for ids in completion_ids]
 
-    settings = {"use_vllm": True, "vllm_mode": "colocate", "vllm_engine_kwargs": SMALL, "vllm_max_model_length": 512}
-    settings |= {"vllm_tensor_parallel_size": 2, "vllm_gpu_memory_utilization": 0.1, "rollout_precision": "bf16"}
-    settings |= {"rollouts_in_flight": 2.0, "max_completion_length": 24, "max_steps": 4, "num_train_epochs": 1}
-    settings |= {"per_device_train_batch_size": 4, "num_generations": 2, "generation_kwargs": {"stop_token_ids": ENDS}}
+    settings |= {"rollouts_in_flight": 2.0, "max_steps": 4, "num_train_epochs": 1}
+    settings |= {"per_device_train_batch_size": 4, "num_generations": 2}
     settings |= {"learning_rate": 0.05, "optim": "sgd", "max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
     given = {"train_dataset": dataset(32), "reward_funcs": reward}
-    trainer = trainer_for(path / "tp" / "out", str(path / "model"), QuantGRPOTrainer, **settings | given)
-    keep(trainer)
+    trainer = trainer_for(path / case / "out", str(path / "model"), QuantGRPOTrainer, **settings | given)
+    if case == "tp":
+        keep(trainer)
     trainer.train()
     return {"prompts": asked, "started": trainer.pool.started} | told(trainer)
 
@@ -112,10 +142,7 @@ def told(trainer) -> dict:
 
 
 def run_rank(path: Path, case: str) -> None:
-    if case == "tp":
-        found = run_tensor_parallel(path)
-    else:
-        found = run_embedded(path, case)
+    found = run_embedded(path, case) if case in CASES else run_vllm(path, case)
     (path / case).mkdir(exist_ok=True)
     (path / case / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))
 
