@@ -33,6 +33,7 @@ from trl_quant.precisions import exact_flows, frozen_bases, in_vllm, unified_flo
 SHAPE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}  # of 128
 TINY = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
+TINY |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 LENGTH, BATCH, RATE = (1024, 32, 1e-3) if CUDA else (64, 2, 1e-3)
 
 
@@ -40,15 +41,23 @@ def text(row: dict) -> str:
     return f"Question: {row['question']}\nAnswer: {row['answer']}\n\n"
 
 
-def train(args) -> None:
-    """Trains a language model on the texts, and writes it in BF16 with its tokenizer."""
+def train(directory: Path, data: Path, tokenizer_file: Path | None, updates: int, **shape: int) -> None:
+    """
+    Trains a language model on the texts, and writes it in BF16 with its tokenizer.
+
+    Args:
+        directory (`Path`): Where it is written.
+        data (`Path`): The texts' rows.
+        tokenizer_file (`Path` or `None`): A tokenizer.json.
+        updates (`int`): Number of updates.
+        shape: Fields of `Qwen2Config`.
+    """
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    tokenizer = load_tokenizer(args.tokenizer)
+    tokenizer = load_tokenizer(tokenizer_file)
     tokenizer.pad_token = tokenizer.eos_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
-    rows = [json.loads(line) for line in args.data.read_text().splitlines()]
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
     ids = torch.tensor([token for row in rows for token in tokenizer(text(row))["input_ids"]])
-    shape = (SHAPE if CUDA else TINY) | (HEADS if CUDA else {"num_attention_heads": 2, "num_key_value_heads": 1})
     config = Qwen2Config(
         vocab_size=-(-len(tokenizer) // 64) * 64, max_position_embeddings=8192, tie_word_embeddings=True,
         architectures=["Qwen2ForCausalLM"], **shape,
@@ -56,8 +65,8 @@ def train(args) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).to("cuda" if CUDA else "cpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, args.updates, pct_start=0.05)
-    for update in range(args.updates):
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, updates, pct_start=0.05)
+    for update in range(updates):
         starts = torch.randint(len(ids) - LENGTH, (BATCH,))
         batch = torch.stack([ids[start : start + LENGTH] for start in starts]).to(model.device)
         with torch.autocast(model.device.type, torch.bfloat16):
@@ -67,10 +76,10 @@ def train(args) -> None:
         optimizer.step()
         schedule.step()
         optimizer.zero_grad(set_to_none=True)
-        if update % 100 == 0 or update == args.updates - 1:
+        if update % 100 == 0 or update == updates - 1:
             print(f"update {update}: loss {loss.item():.3f}", flush=True)
-    model.to(torch.bfloat16).save_pretrained(args.model)
-    tokenizer.save_pretrained(args.model)
+    model.to(torch.bfloat16).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
 
 
 def measure(args) -> dict:
@@ -136,7 +145,8 @@ def main():
         return report(measure(args))
     args.model = args.model or Path(tempfile.mkdtemp(), "model")
     if not (args.model / "model.safetensors").is_file():
-        train(args)
+        shape = SHAPE | HEADS if CUDA else TINY
+        train(args.model, args.data, args.tokenizer, args.updates, **shape)
     trained = {*unified_flows(), *frozen_bases()}
     pairs = args.pairs or ["bf16/bf16"] + [
         f"{p}/{policy}"
