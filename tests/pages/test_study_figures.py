@@ -459,9 +459,13 @@ def test_what_is_told_of_the_factor_is_what_was_measured():
     ended = f"{min(with_tis):.3f} to {max(with_tis):.3f} of held-out problems"
     assert f"runs with `tis` ended at {ended}, full precision at {final['full precision']:.3f}" in FLIGHT
     ages = {row["name"]: row["metrics"]["age"]["mean"] for row in rows if row["metrics"]["age"]}
-    old = [{f"{age:.1f}" for name, age in ages.items() if name.endswith(f"x{factor}")} for factor in (2, 3)]
-    (second,), (third,) = old
+    old = [sorted({f"{age:.1f}" for name, age in ages.items() if name.endswith(f"x{factor}")}) for factor in (2, 3)]
+    second, third = map(" to ".join, old)
     assert f"were {second} generations old on average with factor 2, and {third} with factor 3" in FLIGHT
+    assert not any(row["holm"] < 0.05 for row in found.values())
+    assert f"None of the {len(found)} comparisons is told apart" in FLIGHT
+    coupled = [f"{final[f'int4 coupled x{factor}']:.3f}" for factor in (1, 2, 3)]
+    assert "`coupled` ended at {}, {} and {} with factors 1, 2".format(*coupled) in FLIGHT
     apart = [f"{mean_of('bf16 tis x3', f'mismatch/by_age/{age}'):.1e}" for age in (0, 1, 2)]
     assert "was {} at age 0, {} at age 1 and {} at age 2".format(*apart) in FLIGHT
     assert f"INT4 alone, at factor 1, had {mean_of('int4 tis x1', KL):.1e}" in FLIGHT
