@@ -40,6 +40,9 @@ class Family(NamedTuple):
             order of that matrix.
         packs (`bool`): Whether its attention is known to compute packed rows.
         both_ways (`bool`): Whether its attention is known to follow `is_causal=False` in a config.
+        experts (`bool`):
+            Whether the embedded engine samples from its experts: gated MLPs without biases, in tensors
+            (experts, out, in).
         norm (`str` or `None`): transformers' class of its RMSNorm; `None` if it computes another function than Llama's.
         mlp (`str` or `None`): transformers' class of its MLP; `None` if it computes another function than Llama's.
     """
@@ -49,6 +52,7 @@ class Family(NamedTuple):
     fused: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
     packs: bool = False
     both_ways: bool = False
+    experts: bool = False
     norm: str | None = None
     mlp: str | None = None
 
@@ -74,6 +78,11 @@ FAMILIES = {
     "gemma2": Family(**_SANDWICH),
     "gemma3": Family(**_SANDWICH),
     "gemma3_text": Family(**_SANDWICH),
+    # Mixtures of experts
+    "qwen2_moe": Family(experts=True),
+    "qwen3_moe": Family(experts=True),
+    "mixtral": Family(experts=True),
+    "glm4_moe": Family(experts=True),
     # Known by their classes alone
     "arcee": Family(norm="ArceeRMSNorm"),
     "cwm": Family(norm="CwmRMSNorm", mlp="CwmMLP"),
