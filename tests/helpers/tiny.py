@@ -42,14 +42,23 @@ FAMILIES = {
 }
 # family -> its norms before attention and before the MLP, where they have other names than Llama's
 NORMS = dict.fromkeys(("gemma2", "gemma3"), ("input_layernorm", "pre_feedforward_layernorm"))
-# As `FAMILIES`, for mixtures of experts, which are described, and refused where they would be quantized or scaled
+# As `FAMILIES`, for mixtures of experts. GLM-4's first layer is dense. In Qwen2's and GLM-4's, tokens share an expert.
 ROUTED = {"num_experts_per_tok": 2}
 MIXTURES = {
+    "qwen2_moe": (
+        transformers.Qwen2MoeConfig,
+        {"num_experts": 4, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, **ROUTED},
+    ),
     "qwen3_moe": (
         transformers.Qwen3MoeConfig,
         {"head_dim": 32, "num_experts": 4, "moe_intermediate_size": 128, **ROUTED},
     ),
     "mixtral": (transformers.MixtralConfig, {"num_local_experts": 4, **ROUTED}),
+    "glm4_moe": (
+        transformers.Glm4MoeConfig,
+        {"head_dim": 32, "n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 128, **ROUTED}
+        | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5},
+    ),
 }
 
 

@@ -1,5 +1,6 @@
 """Linear layers that compute in low precision as an engine does. Engines, the self-check and training use them."""
 
+from .experts import EngineExperts
 from .frozen import FrozenLinear
 from .linear import QuantLinear
 from .quantized import EngineLinear, EngineWeight, engine_weight, held_vllm_linear, quantized_linear, vllm_linear
@@ -7,6 +8,7 @@ from .unified import SampledLinear, UnifiedLinear, share_scale
 
 
 __all__ = [
+    "EngineExperts",
     "EngineLinear",
     "EngineWeight",
     "FrozenLinear",

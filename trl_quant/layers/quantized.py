@@ -34,8 +34,10 @@ class EngineWeight(NamedTuple):
     A weight, ready for the product.
 
     Attributes:
-        values (`torch.Tensor`): Codes or dequantized values (out, in), in the type of the product.
-        scale (`torch.Tensor` or `None`): FP32 scales (out,) or (1,) if `values` holds codes.
+        values (`torch.Tensor`):
+            Codes or dequantized values (out, in), in the type of the product; (experts, out, in) for all experts.
+        scale (`torch.Tensor` or `None`):
+            FP32 scales (out,) or (1,) if `values` holds codes; (experts, out) or (experts, 1) for all experts.
     """
 
     values: Tensor
@@ -46,18 +48,22 @@ class EngineWeight(NamedTuple):
         scale = self.scale
         return EngineWeight(self.values[rows], scale if scale is None or scale.numel() == 1 else scale[rows])
 
+    def expert(self, expert: int | Tensor) -> "EngineWeight":
+        """Returns the weight of one expert."""
+        return EngineWeight(self.values[expert], None if self.scale is None else self.scale[expert])
+
 
 def engine_weight(weight: Tensor, format: str | None, dtype: torch.dtype) -> tuple[EngineWeight, Tensor]:
     """
     Quantizes a weight for the product.
 
     Args:
-        weight (`torch.Tensor`): (out, in).
+        weight (`torch.Tensor`): (out, in), or (experts, out, in).
         format (`str` or `None`): Key of `FORMATS`; `None` rounds to BF16 and quantizes nothing.
         dtype (`torch.dtype`): The type of the product, unless the format needs FP32.
 
     Returns:
-        `(EngineWeight, torch.Tensor)`: The weight, and its dequantized values (out, in).
+        `(EngineWeight, torch.Tensor)`: The weight, and its dequantized values, of the same shape.
     """
     if format is None:
         rounded = weight.to(torch.bfloat16)
@@ -67,10 +73,10 @@ def engine_weight(weight: Tensor, format: str | None, dtype: torch.dtype) -> tup
 
 
 def held_weight(q: QuantizedTensor, dtype: torch.dtype) -> tuple[EngineWeight, Tensor]:
-    """As [`engine_weight`], for a weight (out, in) that is quantized already."""
+    """As [`engine_weight`], for a weight that is quantized already."""
     kind, dequantized = FORMATS[q.format], q.dequantize()
     if kind.per_row:
-        return EngineWeight(q.values.to(dtype), q.scale.flatten().float()), dequantized
+        return EngineWeight(q.values.to(dtype), q.scale.flatten(q.values.ndim - 2).float()), dequantized
     return EngineWeight(dequantized.to(dtype if kind.activations is None else torch.float32)), dequantized
 
 
@@ -108,6 +114,16 @@ def quantized_linear(
     return y.to(x.dtype)
 
 
+def embedded_linear(x: Tensor, weight: EngineWeight, format: str | None, bias: Tensor | None = None) -> Tensor:
+    """
+    As [`quantized_linear`], with inputs in the weight's own format. Under autocast an `x` in FP16 is first converted to
+    autocast's type, because autocast in BF16 refuses to join tensors of FP16.
+    """
+    if x.dtype == torch.float16 and torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    return quantized_linear(x, weight, format, bias)
+
+
 class EngineLinear(nn.Module):
     """
     A linear layer of the embedded engine.
@@ -131,13 +147,8 @@ class EngineLinear(nn.Module):
         return dequantized
 
     def forward(self, x: Tensor) -> Tensor:
-        """
-        Maps (..., in) to (..., out), in the type of `x`. Under autocast an `x` in FP16 is first converted to autocast's
-        type, because autocast in BF16 refuses to join tensors of FP16.
-        """
-        if x.dtype == torch.float16 and torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        return quantized_linear(x, self.weight, self.format, self.bias)
+        """Maps (..., in) to (..., out); see [`embedded_linear`]."""
+        return embedded_linear(x, self.weight, self.format, self.bias)
 
 
 def vllm_linear(

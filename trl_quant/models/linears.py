@@ -5,13 +5,14 @@ of experts keep their type: a quantized router would send tokens to other expert
 
 | question | answer | asked by |
 |---|---|---|
-| Which layers of this model? | [`dense_linears`] | engines, the policy, the self-check, the drift metrics |
+| Which layers of this model, experts included? | [`sampled_linears`] | the embedded engine, the drift metrics |
+| Which layers of this dense model? | [`dense_linears`] | vLLM's engines, training in low precision, checkpoints |
 | Which linear layers stay unquantized? | [`unquantized_linears`] | engines, `trl-quant prepare` and `export` |
 | Is this tensor of a checkpoint or a stream one? | [`is_quantizable`] | readers and writers of checkpoints |
 | Which layers does an engine fuse with this one? | [`fused_with`], [`FusedGroups`] | code that keeps them together |
 
-[`linears`] describes mixtures of experts too; [`dense_linears`] and [`refuse_mixture`] refuse them, since nothing here
-can quantize experts yet.
+[`linears`] describes all mixtures of experts; [`dense_linears`] and [`refuse_mixture`] refuse them where experts cannot
+be quantized yet.
 """
 
 import re
@@ -20,7 +21,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from .families import EMBEDDING, EXPERT, FAMILIES, FUSED, HEAD, ROUTER, Family
+from .families import EMBEDDING, EXPERT, FAMILIES, FUSED, HEAD, ROUTER, Family, families_with
 from .names import clean_name, place_in_layer
 
 
@@ -42,6 +43,16 @@ class LinearLayer(NamedTuple):
     fused: tuple[str, ...]
     norm: str | None
     is_expert: bool
+
+    @property
+    def holds_experts(self) -> bool:
+        """Whether one tensor holds all experts of a layer."""
+        return len(self.shape) == 3
+
+    @property
+    def weight(self) -> str:
+        """The name of its weight in a checkpoint: of the tensor itself where that holds all experts."""
+        return self.name if self.holds_experts else f"{self.name}.weight"
 
 
 # Models in memory
@@ -75,6 +86,25 @@ def linears(model: nn.Module) -> dict[str, LinearLayer]:
         fused = tuple(other for other in fused_with(name) if other in names)
         is_expert = EXPERT.fullmatch(name) is not None
         found[place] = LinearLayer(name, shape, fused, _feeding_norm(family, name), is_expert)
+    return found
+
+
+def sampled_linears(model: nn.Module) -> dict[str, LinearLayer]:
+    """
+    As [`linears`], for dense models and for mixtures of experts that the embedded engine samples from.
+
+    Raises:
+        ValueError: The model is a mixture of another family, or has experts in another layout.
+    """
+    found, known = linears(model), families_with("mixture")
+    model_type = model.config.get_text_config().model_type
+    has_experts = any(is_mixtures(clean_name(name)) for name, _ in model.get_decoder().named_parameters())
+    in_one_tensor = all(layer.holds_experts for layer in found.values() if layer.is_expert)
+    if has_experts and not (model_type in known and in_one_tensor):
+        raise ValueError(
+            f"model_type {model_type!r}: these experts cannot be quantized. Supported are the mixtures of experts of "
+            f"transformers' {', '.join(known)}."
+        )
     return found
 
 

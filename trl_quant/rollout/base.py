@@ -23,7 +23,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from ..formats import QuantizedTensor
-from ..models.linears import dense_linears
+from ..models.linears import sampled_linears
 from ..noise import noised_norms, norm_noise
 from ..run_spec import EngineSpec
 from .answers import columns, fault_of_samples
@@ -434,7 +434,7 @@ class AdaptedEngine(RolloutEngine):
 
 def count_layers(policy: nn.Module, precision: str) -> int:
     """Returns the number of a policy's linear layers that engines quantize. Raises `ValueError` if there are none."""
-    count = len(dense_linears(policy))
+    count = len(sampled_linears(policy))
     if not count:
         raise ValueError(
             f"`rollout_precision`={precision!r}: {type(policy).__name__} has no linear layers in its decoder "

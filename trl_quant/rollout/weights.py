@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from ..formats import QuantizedTensor
 from ..layers import FrozenLinear, UnifiedLinear
-from ..models.linears import LinearLayer, dense_linears
+from ..models.linears import LinearLayer, sampled_linears
 from ..models.names import clean_name
 from ..policy.adapters import UnifiedLoraLinear, delta_weight
 from .tensors import (
@@ -208,10 +208,10 @@ class PolicyWeights:
 
     def linears(self) -> dict[str, LinearLayer]:
         """
-        Returns the quantizable layers in use, by their paths in the unwrapped policy. The path of an adapted layer is
-        that of the adapter that wraps it.
+        Returns the quantizable layers in use, by their paths in the unwrapped policy: of an adapted layer the path of
+        the adapter that wraps it, and of all experts of a layer that of the tensor that holds them.
         """
-        layers = dense_linears(self.base_model)
+        layers = sampled_linears(self.base_model)
         in_use = {place: layer for place, layer in layers.items() if not self._is_adapters(f"{place}.")}
         return {place.removesuffix(".base_layer"): layer for place, layer in in_use.items()}
 
@@ -219,10 +219,15 @@ class PolicyWeights:
         """Returns the names of the quantizable weights that are trained, directly or by an adapter."""
         policy, found = self.base_model, []
         for place, layer in self.linears().items():
-            module = policy.get_submodule(place)
-            is_adapted = isinstance(module, BaseTunerLayer)
-            if is_adapted or (not isinstance(module, FrozenLinear) and module.weight.requires_grad):
-                found.append(f"{layer.name}.weight")
+            parent, _, leaf = place.rpartition(".")
+            held = getattr(policy.get_submodule(parent), leaf)
+            if isinstance(held, nn.Parameter):
+                is_trained = held.requires_grad
+            else:
+                is_trained = isinstance(held, BaseTunerLayer)
+                is_trained = is_trained or (not isinstance(held, FrozenLinear) and held.weight.requires_grad)
+            if is_trained:
+                found.append(layer.weight)
         return found
 
     def gathered(self, params: Iterable[nn.Parameter]) -> AbstractContextManager:

@@ -26,8 +26,8 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from ...layers import EngineLinear, SampledLinear
-from ...models.linears import dense_linears, is_mixtures
+from ...layers import EngineExperts, EngineLinear, SampledLinear
+from ...models.linears import sampled_linears
 from ...noise import noised_norms
 from ...policy.positions import fix_positions, fixed_context, keep_cache
 from ...policy.unified import fuse
@@ -210,25 +210,32 @@ class TransformersEngine(RolloutEngine):
             )
         model.requires_grad_(False).eval()
 
-        decoder = model.get_decoder()
-        if any(param.dim() > 2 or is_mixtures(name) for name, param in decoder.named_parameters()):
+        layers = sampled_linears(model)
+        known = {id(model.get_parameter(place)) for place, layer in layers.items() if layer.holds_experts}
+        if any(param.dim() > 2 and id(param) not in known for param in model.get_decoder().parameters()):
             raise ValueError(
-                f"{type(policy).__name__} has mixture-of-experts or convolution weights, which the embedded engine "
-                f"cannot run in `rollout_precision`={self.precision!r}. Leave it unset: TRL generates."
+                f"{type(policy).__name__} has convolution weights, which the embedded engine cannot run in "
+                f"`rollout_precision`={self.precision!r}. Leave it unset: TRL generates."
             )
         mixed = self.accelerator.mixed_precision
         dtype = torch.bfloat16 if mixed == "bf16" or policy_dtype == torch.bfloat16 else torch.float32
         logger.info(
             "The embedded engine samples in %s: %d linear layers.", self.precision, count_layers(model, self.precision)
         )
-        unified, layers = self.weights.unified(self.precision), dense_linears(model)
+        unified = self.weights.unified(self.precision)
         for place, layer in layers.items():
-            linear = model.get_submodule(place)
-            if self.multiplies_codes or layer.name in unified:
-                sampling = SampledLinear(linear, self.precision)
+            parent, _, leaf = place.rpartition(".")
+            module = model.get_submodule(parent)
+            if layer.holds_experts:
+                sampling = EngineExperts(layer.shape, self.precision, dtype)
+                delattr(module, leaf)  # torch lets no module take a parameter's place
+            elif self.multiplies_codes or layer.name in unified:
+                sampling = SampledLinear(getattr(module, leaf), self.precision)
             else:
-                sampling = EngineLinear(linear, self.precision, dtype)
-            model.set_submodule(place, sampling)
+                sampling = EngineLinear(getattr(module, leaf), self.precision, dtype)
+            setattr(module, leaf, sampling)
+        if known:
+            model.set_experts_implementation("eager")  # transformers' loop over experts; see `EngineExperts`
         if self.multiplies_codes:
             fuse(model, layers)
         return model
@@ -253,9 +260,9 @@ class TransformersEngine(RolloutEngine):
                 path, _, leaf = name.rpartition(".")
                 setattr(self.copy.get_submodule(path), leaf, buffer.to(self.accelerator.device))
         linears = {
-            f"{name}.weight": module
+            name if isinstance(module, EngineExperts) else f"{name}.weight": module
             for name, module in self.copy.named_modules()
-            if isinstance(module, EngineLinear | SampledLinear)
+            if isinstance(module, EngineExperts | EngineLinear | SampledLinear)
         }
         params = dict(self.copy.named_parameters())
         waiting = {*linears, *params}

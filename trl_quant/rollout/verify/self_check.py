@@ -403,7 +403,8 @@ def computing_as_the_engine(
     """
     Context in which the live policy computes as the engine does. Everything is undone on exit.
 
-    1. `stand_ins` replace the layers that they are named after. The layers' own forward hooks act on them.
+    1. `stand_ins` replace the layers that they are named after. The layers' own forward hooks act on them. Where they
+       replace tensors that hold experts, the policy multiplies expert by expert.
     2. In a sharded policy (FSDP2, ZeRO-3) the other modules run without the hooks that gather parameters, and gather
        their own parameters as a sync does. FSDP2's hooks would round them before they are quantized, and DeepSpeed's
        fail if one layer reads the weights of another.
@@ -418,18 +419,26 @@ def computing_as_the_engine(
     saved_attributes = {}
     for module in modules:
         saved_attributes[module] = {name: vars(module)[name] for name in names if name in vars(module)}
+    implementations = policy.get_experts_implementation()
+    has_experts = any(isinstance(layer, nn.Parameter) for layer in live)
     try:
+        if has_experts:
+            policy.set_experts_implementation("eager")
         for module in saved_attributes:
             module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
             if module._parameters:
                 module.forward = partial(_gathered_call, weights, module, module.forward)
         for (parent, leaf), layer, stand_in in zip(places, live, stand_ins.values(), strict=True):
+            if isinstance(layer, nn.Parameter):
+                delattr(parent, leaf)  # torch lets no module take a parameter's place
             setattr(parent, leaf, stand_in)
             if not weights.is_sharded:
                 vars(stand_in).update(_forward_hooks_of(layer))
         with attending_to(caches, policy.get_decoder().modules(), rounding):
             yield
     finally:
+        if has_experts:
+            policy.set_experts_implementation(implementations)
         for (parent, leaf), layer, stand_in, hooks in zip(places, live, stand_ins.values(), own_hooks, strict=True):
             setattr(parent, leaf, layer)
             vars(stand_in).update(hooks)
