@@ -3,12 +3,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from distilling import distil
 from drawing import generated
 from embedded import PROMPTS, engine, reference
 from peft import LoraConfig, get_peft_model
+from ppo_runs import ppo
 from tiny import MIXTURES, tiny_model
 from training import lora, trainer_for
 
+from trl_quant import QuantRLOOTrainer
 from trl_quant.formats import FORMATS, fake_quantize_activation, quantize
 from trl_quant.layers import EngineExperts, EngineLinear
 from trl_quant.models.families import ROUTER
@@ -23,6 +26,10 @@ PRECISIONS = ["bf16", *FORMATS]
 IDS = torch.randint(0, 256, (1, 24), generator=torch.Generator().manual_seed(0))
 # Widths that are no multiples of 16 (an expert's 40, of its input to `down_proj`) and of 128
 ODD = {"hidden_size": 200, "intermediate_size": 40}
+
+
+INT8 = {"rollout_precision": "int8", "is_correction": "tis"}
+RATE = {"learning_rate": 1e-4}
 
 
 def mixture(family="qwen3_moe", seed=1, **settings):
@@ -318,3 +325,25 @@ def test_grpo_samples_from_quantized_experts(tmp_path):
         assert {name for name in start if ".experts." in name or ROUTER.fullmatch(name)} <= moved
         assert len(logs) == 3 and all(0 < log["weights/normalized_update"] < 1e-2 for log in logs[1:])
     assert mismatch["bf16"] < 1e-3 and 3 * mismatch["bf16"] < mismatch["int8"] < mismatch["int4"] < 0.5
+
+
+OTHERS = {
+    "rloo": lambda path, policy: trainer_for(path, policy, QuantRLOOTrainer, max_steps=2, **INT8, **RATE, beta=0.0),
+    "ppo": lambda path, policy: ppo(path, policy, max_steps=4, save_steps=4, vf_share_layers=True, **INT8, **RATE),
+    "distillation": lambda path, policy: distil(path, policy, teacher_model=tiny_model(seed=4), **INT8, **RATE),
+    "in flight": lambda path, policy: trainer_for(path, policy, max_steps=4, rollouts_in_flight=2.0, **INT8, **RATE),
+}
+
+
+@pytest.mark.parametrize("run", OTHERS)
+def test_other_trainers_sample_from_quantized_experts(tmp_path, run):
+    """In INT8 they are closer to the policy than INT4 is with GRPO, above, and experts and routers learn."""
+    policy = mixture()
+    start = {name: param.detach().clone() for name, param in policy.named_parameters()}
+    trainer = OTHERS[run](tmp_path, policy)
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "mismatch/kl_k3" in log]
+    found = [log["mismatch/kl_k3"] for log in logs if log.get("rollouts/age", 0) == 0]
+    assert found and all(1e-5 < value < 0.01 for value in found)
+    moved = {name for name, param in trainer.model.named_parameters() if not torch.equal(param, start[name])}
+    assert {name for name in start if ".experts." in name or ROUTER.fullmatch(name)} <= moved
