@@ -11,6 +11,7 @@ from accelerate.utils import is_peft_model
 from torch.nn import Module
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from ..models.families import number_of_experts
 from ..reading import reading
 from ..rollout.vllm.support import ARCHITECTURE
 from ..run_spec import RunSpec
@@ -133,6 +134,12 @@ class Given:
     def teacher_config(self) -> PreTrainedConfig:
         """The teacher's config."""
         return read_teacher(self.teacher, self.args)
+
+    @property
+    def experts(self) -> int:
+        """The number of the policy's experts; 0 for a dense one."""
+        experts = number_of_experts(self.config.to_dict())
+        return experts if experts > 1 else 0
 
     @property
     def model_class(self) -> type[PreTrainedModel] | None:

@@ -3,7 +3,7 @@
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 
-from ...models.families import number_of_experts
+from ...models.families import families_with
 from ...policy.masked import is_bidirectional
 from ...precisions import in_vllm
 from ...rollout.sampling_options import (
@@ -62,10 +62,9 @@ def _why_not_generating(run: Given) -> str | None:
     return model_class.__name__ if model_class is not None and not model_class.can_generate() else None
 
 
-def _experts(run: Given) -> int:
-    """Returns the number of the policy's experts; 0 for a dense one."""
-    experts = number_of_experts(run.config.to_dict())
-    return experts if experts > 1 else 0
+def _is_known_mixture(run: Given) -> bool:
+    """Whether the embedded engine computes the policy's experts."""
+    return run.config.model_type in families_with("experts")
 
 
 def _is_partial(run: Given) -> bool:
@@ -213,9 +212,18 @@ RULES = (
     ),
     Rule(
         ("rollout_precision",),
-        when=lambda run: _samples(run) and _experts(run),
-        message="`rollout_precision`={args.rollout_precision!r}, but the policy is a mixture of {found} experts, which "
-        "no engine here samples from. Leave `rollout_precision` unset: TRL generates.",
+        when=lambda run: _samples(run) and not _is_known_mixture(run) and run.experts,
+        message="`rollout_precision`={args.rollout_precision!r}, but the policy is a mixture of {found} experts, and "
+        f"engines here know the experts of {', '.join(families_with('experts'))} alone. Leave `rollout_precision` "
+        "unset: TRL generates.",
+        needs="model",
+    ),
+    Rule(
+        ("rollout_precision", "use_vllm"),
+        when=lambda run: _samples(run) and run.args.use_vllm and _is_known_mixture(run) and run.experts,
+        message="`rollout_precision`={args.rollout_precision!r} with `use_vllm`=True, but the policy is a mixture of "
+        "{found} experts, which only the embedded engine quantizes. Set `use_vllm=False`, or leave `rollout_precision` "
+        "unset.",
         needs="model",
     ),
     Rule(
