@@ -12,7 +12,15 @@ from refusals import INT8, VLLM, build, check, prompts, refused
 from safetensors import SafetensorError
 from tiny import VOCAB_SIZE, save_tiny
 from training import config, make, trainer_for
-from transformers import AutoConfig, BitsAndBytesConfig, LlamaConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoConfig,
+    BitsAndBytesConfig,
+    DeepseekV3Config,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.report.runs import read_run
@@ -51,16 +59,16 @@ REFUSED_POLICIES = [  # arguments, config.json -> what the message says
     (INT8, {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is quantized already"),
     (INT8, {"quantization_config": {"quant_method": "awq", "bits": 4}}, "is quantized already"),
     (
-        INT8,
-        {"config_class": Qwen3MoeConfig, "num_experts": 8},
-        "`rollout_precision`='int8', but the policy is",
-    ),
-    (
         VLLM,
         {"config_class": Qwen3MoeConfig, "num_experts": 8},
-        "a mixture of 8 experts, which no engine here",
+        "a mixture of 8 experts, which only the embedded engine quantizes",
     ),
-    (INT8, {"config_class": MixtralConfig}, "is a mixture of 8 experts"),
+    (
+        {"train_precision": "int8"},
+        {"config_class": MixtralConfig},
+        "='int8', but the policy is a mixture of 8 experts",
+    ),
+    (INT8, {"config_class": DeepseekV3Config}, "is a mixture of 256 experts, and engines here know"),
     (INT8, {"is_encoder_decoder": True}, "is an encoder with a decoder"),
     (INT8, {"text_config": {"n_routed_experts": 64}}, "is a mixture of 64 experts"),
 ]
@@ -70,6 +78,8 @@ ACCEPTED_POLICIES = [
     (INT8, {"num_experts": 1}),
     (INT8, {"num_experts": None, "num_experts_per_tok": 8}),
     ({}, {"config_class": Qwen3MoeConfig, "num_experts": 8}),
+    (INT8, {"config_class": Qwen3MoeConfig, "num_experts": 8}),
+    (INT8, {"config_class": MixtralConfig}),
     ({}, {"quantization_config": quantization_config("int8")}),
 ]
 
@@ -80,9 +90,7 @@ def test_a_policy_that_no_engine_samples_from_is_refused(settings, model, says, 
     monkeypatch.setattr("trl_quant.config.checks.machine.check_device", lambda *args: None)
     with pytest.raises(ValueError) as error:
         check(written(**model), build(**settings, num_generations=4, per_device_train_batch_size=4))
-    message = str(error.value)
-    assert says in message
-    assert "mixture" not in message or "use_vllm" not in message  # the other engine is no way out
+    assert says in str(error.value)
 
 
 @pytest.mark.parametrize(("settings", "model"), ACCEPTED_POLICIES, ids=range(len(ACCEPTED_POLICIES)))

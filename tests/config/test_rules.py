@@ -15,7 +15,7 @@ import pytest
 from peft import LoraConfig, PromptTuningConfig
 from places import ROOT
 from tiny import save_tiny, tiny_model, tiny_tokenizer
-from transformers import AutoConfig, T5Config
+from transformers import AutoConfig, DeepseekV3Config, T5Config
 
 from trl_quant import DiffusionGRPOConfig, QuantDistillationConfig, QuantGRPOConfig, QuantPPOConfig, QuantRLOOConfig
 from trl_quant.config.checks import RULES, check_what
@@ -235,7 +235,8 @@ CASES = {
         Case("`top_p`=0.9: the sampler draws", fields={**INT8, "top_p": 0.9}),
         Case("Qwen3Model, which generates no text", fields=INT8, model=lambda directory: tiny()(directory).model),
         Case("attends in both directions", fields=INT8, model=tiny(is_causal=False)),
-        Case("a mixture of 4 experts, which no engine", fields=INT8, model=tiny("qwen3_moe")),
+        Case("engines here know the experts of", fields=INT8, model=bare(DeepseekV3Config())),
+        Case("which only the embedded engine quantizes", fields=VLLM, model=tiny("qwen3_moe")),
         Case("t5 is an encoder with a decoder", fields=INT8, model=bare(T5Config())),
     ],
     "vllm": [
@@ -379,6 +380,7 @@ CASES = {
             fields={"train_precision": "int4"},
             model=lambda directory: tiny_model(intermediate_size=200),
         ),
+        Case("which train in 16 or 32 bits", fields={"train_precision": "int8"}, model=tiny("mixtral")),
         Case("not known which of its norms", fields={"uaq_scale": 2.0}, model=bare(T5Config())),
         Case("already scaled by 3", fields={"uaq_scale": 2.0}, model=tiny(uaq_scale=3)),
         Case("which a saved adapter does not contain", fields={"uaq_scale": 2.0}, model=tiny(), others=LORA),

@@ -42,7 +42,7 @@ FAMILIES = {
 }
 # family -> its norms before attention and before the MLP, where they have other names than Llama's
 NORMS = dict.fromkeys(("gemma2", "gemma3"), ("input_layernorm", "pre_feedforward_layernorm"))
-# As `FAMILIES`, for mixtures of experts. GLM-4's first layer is dense, and Qwen2's and GLM-4's experts have a shared one.
+# As `FAMILIES`, for mixtures of experts. GLM-4's first layer is dense. In Qwen2's and GLM-4's, tokens share an expert.
 ROUTED = {"num_experts_per_tok": 2}
 MIXTURES = {
     "qwen2_moe": (

@@ -5,7 +5,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tiny import FAMILIES, MIXTURES, norms_of, save_tiny_vision, tiny_model
 from torch import nn
-from transformers import Blip2ForConditionalGeneration
+from transformers import Blip2ForConditionalGeneration, DeepseekV3Config, DeepseekV3ForCausalLM
 
 from trl_quant.models import families
 from trl_quant.models.linears import (
@@ -15,6 +15,7 @@ from trl_quant.models.linears import (
     fused_with,
     is_quantizable,
     linears,
+    sampled_linears,
     unquantized_linears,
 )
 from trl_quant.models.names import place_in_layer
@@ -91,19 +92,36 @@ def test_a_vision_tower_and_the_head_are_left(tmp_path):
 
 @pytest.mark.parametrize("family", MIXTURES)
 def test_experts_are_described_and_refused(family):
-    model = tiny_model(family, num_hidden_layers=1)
+    model = tiny_model(family)
     width = getattr(model.config, "moe_intermediate_size", model.config.intermediate_size)
-    found = {name.removeprefix("model.layers.0."): layer for name, layer in linears(model).items()}
+    of_model = linears(model)
+    assert sampled_linears(model) == of_model
+    found = {name.removeprefix("model.layers.1."): layer for name, layer in of_model.items() if ".1." in name}
     experts = {name: layer.shape for name, layer in found.items() if layer.is_expert}
     assert experts == {"mlp.experts.gate_up_proj": (4, 2 * width, 128), "mlp.experts.down_proj": (4, 128, width)}
-    assert found.keys() - experts == {*QKV, "self_attn.o_proj"}  # and no router
-    if model.config.model_type in families.FAMILIES:
-        feeds = families.family_of(model.config.model_type).feeds
-        told = {path: f"model.layers.0.{norm}" for norm, fed in feeds.items() for path in fed if path in found}
-        assert told.keys() == {*QKV, "mlp.experts.gate_up_proj"}
-        assert {path: found[path].norm for path in told} == told
-    with pytest.raises(ValueError, match=r"^model\.layers\.0\.mlp\.\S+: a router or an expert; mixture-of-experts"):
+    shared = {"qwen2_moe": "mlp.shared_expert", "glm4_moe": "mlp.shared_experts"}.get(family)
+    others = [f"{shared}.{leaf}_proj" for leaf in ("gate", "up", "down")] if shared else []
+    assert found.keys() - experts == {*QKV, "self_attn.o_proj", *others}  # and no router
+    assert all(model.get_parameter(layer.weight).shape == layer.shape for layer in of_model.values())
+    norms = dict.fromkeys(QKV, "model.layers.1.input_layernorm")
+    fed = ("mlp.experts.gate_up_proj", *others[:2])
+    norms |= dict.fromkeys(fed, "model.layers.1.post_attention_layernorm")
+    assert {path: layer.norm for path, layer in found.items() if layer.norm} == norms
+    with pytest.raises(ValueError, match=r"^model\.layers\.\d\.mlp\.\S+: a router or an expert; mixture-of-experts"):
         dense_linears(model)
+
+
+def test_experts_of_other_families_or_layouts_are_sampled_from_nowhere():
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "n_routed_experts": 4}
+    sizes |= {"num_hidden_layers": 1, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "vocab_size": 320}
+    other = DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, num_attention_heads=4, num_experts_per_tok=2))
+    apart = tiny_model("qwen3_moe", num_hidden_layers=1)
+    mlp = apart.model.layers[0].mlp
+    mlp.experts = nn.ModuleList([type(tiny_model().model.layers[0].mlp)(apart.config)])
+    for model in (other, apart):
+        assert linears(model)
+        with pytest.raises(ValueError, match=r"these experts cannot be quantized\. Supported are .*qwen3_moe"):
+            sampled_linears(model)
 
 
 def test_experts_that_are_modules_of_their_own():

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from drawing import generated
+from embedded import PROMPTS, engine, reference
 from made_up_engine import MadeUp
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_model, tiny_tokenizer
@@ -14,7 +15,7 @@ from transformers import DynamicCache, StaticCache
 from trl_quant.formats import FORMATS, fake_quantize_activation, quantize
 from trl_quant.layers import EngineLinear
 from trl_quant.noise import norm_noise
-from trl_quant.rollout import EngineSpec, RolloutNoise, TransformersEngine
+from trl_quant.rollout import EngineSpec, RolloutNoise
 from trl_quant.rollout.base import WeightDrift
 from trl_quant.rollout.engine import requests_for
 from trl_quant.rollout.trl_face import QuantGeneration, presented
@@ -23,31 +24,7 @@ from trl_quant.rollout.weights import PolicyWeights
 
 pytestmark = pytest.mark.isa
 
-PROMPTS = [[72, 101, 108], [50, 43, 50, 61, 32, 7], [9]]
 PRECISIONS = ["bf16", *FORMATS]
-
-
-def engine(model, precision, **kwargs):
-    kwargs.setdefault("max_completion_length", 12)
-    return TransformersEngine(
-        model=model,
-        accelerator=Accelerator(cpu=True),
-        processing_class=tiny_tokenizer(),
-        precision=precision,
-        **kwargs,
-    )
-
-
-def reference(model, precision):
-    """An independent quantized policy: dequantized float32 weights, inputs quantized by a hook, no cache."""
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and "lm_head" not in name:
-            if precision == "bf16":
-                module.weight.data = module.weight.data.bfloat16().float()
-                continue
-            module.weight.data = quantize(module.weight.data, precision).dequantize(torch.float32)
-            module.register_forward_pre_hook(lambda _, args: (fake_quantize_activation(args[0], precision),))
-    return model
 
 
 def logps_of(model, prompt, completion):

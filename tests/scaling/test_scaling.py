@@ -8,7 +8,7 @@ import reference
 import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from scaled import IDS, logits, same_bytes, state
-from tiny import FAMILIES, tiny_model
+from tiny import FAMILIES, MIXTURES, tiny_model
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -19,8 +19,7 @@ from transformers import (
 )
 
 from trl_quant.formats import quantize
-from trl_quant.models import families
-from trl_quant.models.families import Family, family_of
+from trl_quant.models.families import family_of
 from trl_quant.models.norms import feeding_norms
 from trl_quant.scaling import apply_uaq, uaq_applied
 from trl_quant.scaling.uaq import scale_norms, scalings
@@ -30,13 +29,13 @@ def fed(model):
     """Feeding norm -> its linear layers, by parameter name."""
     names = [name for name, _ in model.named_parameters()]
     feeds = feeding_norms(model.config.get_text_config().model_type, names)
-    return {norm: [f"{linear}.weight" for linear in linears] for norm, linears in feeds.items()}
+    return {norm: [x if x in names else f"{x}.weight" for x in linears] for norm, linears in feeds.items()}
 
 
 # The function is unchanged
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 def test_scale_one_changes_nothing(family):
     model = tiny_model(family)
     before = state(model)
@@ -46,7 +45,7 @@ def test_scale_one_changes_nothing(family):
 
 @pytest.mark.parametrize("scale", [2.0, 0.25])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 def test_a_power_of_two_keeps_every_bit_of_the_output(family, dtype, scale):
     """For Gemma only while the exact 1 + w can be stored as w: not in bfloat16, and not for a gain below 1/2."""
     model = tiny_model(family, dtype=dtype)
@@ -61,10 +60,12 @@ def test_a_power_of_two_keeps_every_bit_of_the_output(family, dtype, scale):
 
 
 @pytest.mark.parametrize("scale", [1.5, 0.7, 3.0])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 def test_the_output_is_kept_to_float32_rounding(family, scale):
     model = tiny_model(family)
     before = logits(model)
+    if family in MIXTURES:
+        model.set_experts_implementation("eager")  # the grouped products have no float64
     exact = logits(model.double())
     rounding = (before - exact).abs().max()  # what float32 itself loses
     model = tiny_model(family)
@@ -72,7 +73,7 @@ def test_the_output_is_kept_to_float32_rounding(family, scale):
     assert (logits(model) - exact).abs().max() < 8 * rounding
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)  # routers compute in float32
 def test_the_output_is_kept_to_float64_rounding(family):
     """The same algebra without the rounding: the remaining error is 1e-7 of any real mistake."""
     model = tiny_model(family, tied=False).double()
@@ -91,7 +92,7 @@ def _epsilon(norm):
     return getattr(norm, "variance_epsilon", None) or norm.eps
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 def test_anything_else_breaks_the_output(family):
     """The negative of the tests above: every wrong pairing is far outside float32 rounding."""
     model = tiny_model(family)
@@ -123,7 +124,7 @@ def test_anything_else_breaks_the_output(family):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 def test_weights_equal_the_equation_rounded_once(family, dtype):
     model = tiny_model(family, dtype=dtype)
     before, feeds = state(model), fed(model)
@@ -133,12 +134,13 @@ def test_weights_equal_the_equation_rounded_once(family, dtype):
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for norm, linears in feeds.items() for name in (norm, *linears)}
     for norm, linears in feeds.items():
-        gain, weights = reference.scaled_layer(before[norm], [before[x] for x in linears], 1.5, offset)
+        gain, weights = reference.scaled_layer(before[norm], [before[x].flatten(0, -2) for x in linears], 1.5, offset)
         ulp = torch.finfo(dtype).eps
         # Half a unit in the last place of the result; for Gemma, where w is a difference, also the gain's in float32.
         float32 = 2e-7 if offset else 0.0
         torch.testing.assert_close(after[norm].float(), gain.float(), rtol=0.51 * ulp, atol=float32)
         for name, weight in zip(linears, weights):
+            weight = weight.view_as(after[name])
             if dtype == torch.float32:
                 assert torch.equal(after[name], weight.float())
             torch.testing.assert_close(after[name].float(), weight.float(), rtol=0.51 * ulp, atol=4e-8)
@@ -272,16 +274,22 @@ def test_unknown_architectures():
         assert same_bytes(before, state(model))
 
 
-def test_experts_are_refused(monkeypatch):
-    """Also in a family that the table describes."""
-    feeds = {"input_layernorm": ("self_attn.q_proj",), "post_attention_layernorm": ("mlp.gate", "mlp.experts.up_proj")}
-    monkeypatch.setitem(families.FAMILIES, "qwen3", Family(feeds))
-    model = tiny_model()
-    before = state(model)
-    for scale in (lambda: apply_uaq(model, 1.5), lambda: scalings("qwen3", before, 1.5)):
-        with pytest.raises(ValueError, match=r"0\.mlp\.gate\.weight: a router or an expert; mixture-of-experts"):
-            scale()
-    assert same_bytes(before, state(model))
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_mixture_without_its_routers_scaled_would_compute_another_function(family):
+    model = tiny_model(family)
+    before, gates = logits(model), {name: x.data.clone() for name, x in model.named_parameters() if "gate.w" in name}
+    apply_uaq(model, 2.0)
+    assert torch.equal(logits(model), before) and len(gates) >= (1 if family == "glm4_moe" else 2)
+    for name, gate in gates.items():
+        model.get_parameter(name).data = gate
+        assert (logits(model) - before).abs().max() > 1e-3
+        model.get_parameter(name).data = gate / 2
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_checkpoints_of_experts_are_refused(family):
+    with pytest.raises(ValueError, match=r"\d\.mlp\.\S+: a router or an expert; mixture-of-experts"):
+        scalings(family, state(tiny_model(family)), 1.5)
 
 
 def quantized_weight(layer):

@@ -13,9 +13,9 @@ tensor of three dimensions holds those of all experts of a layer:
 | the tokens of one expert | the inputs of a product | (T_e, H), then (T_e, I) |
 
 transformers' loop over the experts stays as it is (`experts_implementation="eager"`). It multiplies by
-`torch.nn.functional.linear(x, self.gate_up_proj[e])`, so an [`EngineExperts`] takes the tensor's place: its items answer
-this call with the product of [`quantized`]. Each expert has its own scales, and a token's inputs are quantized for each
-of its experts anew. An expert that no token reaches is never multiplied.
+`torch.nn.functional.linear(x, self.gate_up_proj[e])`, so an [`EngineExperts`] takes the tensor's place, whose items
+answer this call with the product of [`quantized`]. Each expert has its own scales, and gate and up of an expert share
+what scale a whole matrix has. An expert that no token reaches is never multiplied.
 """
 
 from collections.abc import Callable

@@ -6,9 +6,10 @@ these classes; a family without them trains with its own classes, which give the
     RMSNorm(x) = w * x / rms(x)
     MLP(x) = down_proj(act_fn(gate_proj(x)) * up_proj(x))
 
-Two RMSNorms of each decoder layer feed only linear layers: one feeds q, k and v, the other gate and up. A factor on
-such a norm's gain scales the inputs of those layers, and nothing else. Noise (AQN), scaling (UAQ) and the exact kernels
-need a family whose feeding norms are known:
+Two RMSNorms of each decoder layer feed only linear layers: one feeds q, k and v, the other gate and up. In a mixture of
+experts, the other feeds the router, gate and up of each expert, and those of a shared expert with the gate that weighs
+it. A factor on such a norm's gain scales the inputs of those layers, and nothing else. Noise (AQN), scaling (UAQ) and
+the exact kernels need a family whose feeding norms are known:
 
     RMSNorm_w(x) = w * x / rms(x)            the weight is the gain            (Llama, Qwen2, Qwen3, Mistral, Phi-3)
     RMSNorm_w(x) = (1 + w) * x / rms(x)      the weight is the gain minus one  (Gemma 2, Gemma 3)
@@ -33,7 +34,8 @@ class Family(NamedTuple):
 
     Attributes:
         feeds (`dict[str, tuple[str, ...]]`):
-            norm -> the linear layers that it feeds, by their paths in a decoder layer. Empty if they are not known.
+            norm -> the linear layers that it feeds, by their paths in a decoder layer. Empty if they are not known. A
+            layer of a mixture has some of them: it is dense, or has experts.
         offset (`bool`): Whether a norm stores its gain minus one.
         fused (`tuple[tuple[str, ...], ...]`):
             Layers of one parent module that engines compute as one matrix, by the last part of their names, in the
@@ -67,6 +69,13 @@ _JOINED = {
     "fused": (),
     **_ATTENDS,
 }
+_ROUTED = ("mlp.gate", "mlp.experts.gate_up_proj")
+_SHARED = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "mlp.shared_expert_gate")
+_SHARED += ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
+_MIXTURE = {
+    "feeds": {"input_layernorm": _QKV, "post_attention_layernorm": (*_GATE_UP, *_ROUTED, *_SHARED)},
+    "experts": True,
+}
 
 # model_type of a transformers config -> its family. Classes are those of `transformers.models.X.modeling_X`.
 FAMILIES = {
@@ -79,10 +88,10 @@ FAMILIES = {
     "gemma3": Family(**_SANDWICH),
     "gemma3_text": Family(**_SANDWICH),
     # Mixtures of experts
-    "qwen2_moe": Family(experts=True),
-    "qwen3_moe": Family(experts=True),
-    "mixtral": Family(experts=True),
-    "glm4_moe": Family(experts=True),
+    "qwen2_moe": Family(**_MIXTURE),
+    "qwen3_moe": Family(**_MIXTURE),
+    "mixtral": Family(**_MIXTURE),
+    "glm4_moe": Family(**_MIXTURE),
     # Known by their classes alone
     "arcee": Family(norm="ArceeRMSNorm"),
     "cwm": Family(norm="CwmRMSNorm", mlp="CwmMLP"),

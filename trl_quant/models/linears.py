@@ -5,7 +5,7 @@ of experts keep their type: a quantized router would send tokens to other expert
 
 | question | answer | asked by |
 |---|---|---|
-| Which layers of this model, with experts of known families? | [`sampled_linears`] | the embedded engine, the drift metrics |
+| Which layers of this model, experts included? | [`sampled_linears`] | the embedded engine, the drift metrics |
 | Which layers of this dense model? | [`dense_linears`] | vLLM's engines, training in low precision, checkpoints |
 | Which linear layers stay unquantized? | [`unquantized_linears`] | engines, `trl-quant prepare` and `export` |
 | Is this tensor of a checkpoint or a stream one? | [`is_quantizable`] | readers and writers of checkpoints |
@@ -96,12 +96,14 @@ def sampled_linears(model: nn.Module) -> dict[str, LinearLayer]:
     Raises:
         ValueError: The model is a mixture of another family, or has experts in another layout.
     """
-    found, model_type = linears(model), model.config.get_text_config().model_type
+    found, known = linears(model), families_with("experts")
+    model_type = model.config.get_text_config().model_type
     has_experts = any(is_mixtures(clean_name(name)) for name, _ in model.get_decoder().named_parameters())
-    is_known = model_type in families_with("experts") and all(x.holds_experts for x in found.values() if x.is_expert)
-    if has_experts and not is_known:
+    in_one_tensor = all(layer.holds_experts for layer in found.values() if layer.is_expert)
+    if has_experts and not (model_type in known and in_one_tensor):
         raise ValueError(
-            f"The experts of a {model_type} model cannot be quantized. Supported are {', '.join(families_with('experts'))}."
+            f"model_type {model_type!r}: these experts cannot be quantized. Supported are the mixtures of experts of "
+            f"transformers' {', '.join(known)}."
         )
     return found
 

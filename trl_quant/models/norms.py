@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from .families import family_of
-from .names import place_in_layer
+from .names import clean_name, place_in_layer
 
 
 def feeding_norms(model_type: str, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
@@ -17,12 +17,13 @@ def feeding_norms(model_type: str, names: Iterable[str]) -> dict[str, tuple[str,
 
     Returns:
         `dict[str, tuple[str, ...]]`: name of each norm's weight, as given -> clean names of the linear layers that it
-        feeds; two norms per decoder layer, in layer order.
+        feeds, and of the tensor that holds a layer's experts; two norms per decoder layer, in layer order. In a mixture
+        of experts, those that are not among `names` are left out, since its layers differ.
 
     Raises:
         `ValueError`: The family is unknown, or a decoder layer among `names` lacks a norm or has it twice.
     """
-    family = family_of(model_type)
+    family, names = family_of(model_type), list(names)
     layers: dict[str, set[int]] = {}  # stack of decoder layers -> indices
     found: dict[tuple[str, int, str], list[str]] = {}
     for name in names:
@@ -42,6 +43,7 @@ def feeding_norms(model_type: str, names: Iterable[str]) -> dict[str, tuple[str,
             f"{' and '.join(family.feeds)}; found {sorted(stacks) or 'none'}."
         )
     (stack,) = stacks
+    present = {clean_name(name).removesuffix(".weight") for name in names}
     result = {}
     for index in sorted(layers[stack]):
         for norm, linears in family.feeds.items():
@@ -50,5 +52,6 @@ def feeding_norms(model_type: str, names: Iterable[str]) -> dict[str, tuple[str,
                 raise ValueError(
                     f"{stack}.{index} must have exactly one {norm}.weight in a {model_type} model, found {matches}."
                 )
-            result[matches[0]] = tuple(f"{stack}.{index}.{linear}" for linear in linears)
+            fed = (f"{stack}.{index}.{linear}" for linear in linears)
+            result[matches[0]] = tuple(x for x in fed if clean_name(x) in present or not family.experts)
     return result

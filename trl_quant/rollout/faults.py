@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterator
 
 import torch
+from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import TrainableTokensWrapper
 from torch import nn
@@ -53,6 +54,11 @@ def adapter_fault(model: nn.Module, base: PreTrainedModel) -> str | None:
             "PEFT wraps. Untie the model first (`tie_word_embeddings=False`), or train the tokens without PEFT."
         )
     for path, module in model.named_modules():
+        if isinstance(module, ParamWrapper):
+            return (
+                f"the adapter's `target_parameters` has `{module.parameter_name}` of `{clean_name(path)}`, and syncs "
+                "merge only adapters of modules. Adapt linear layers (`target_modules`)."
+            )
         added = [name for name, bias in getattr(module, "lora_bias", {}).items() if bias]
         if isinstance(module, BaseTunerLayer) and added and module.get_base_layer().bias is None:
             return f"the adapter's `lora_bias` adds a bias to `{clean_name(path)}`, which has none. Set it to False."

@@ -8,11 +8,12 @@
 |---|---|
 | `s` | `scale`, > 0; 1.5 for INT8 and FP8 |
 | `s X`, absorbed in the preceding layer | the gain of the norm: `w *= s`, or `1 + w *= s` where the norm stores `w` |
-| `W / s` | the weights of q, k, v, and of gate, up |
+| `W / s` | the weights of q, k, v, and of gate, up; in a mixture of experts, also of its routers |
 
 The model computes the same function: up to float32 rounding in float32, up to the weights' own rounding in 16 bits, and
-bit for bit where `s` is a power of two. QuRL's factor s^2 for update over error holds for SGD; Adam's step does not
-grow with the gradient, which leaves a factor of about s.
+bit for bit where `s` is a power of two. So a router is divided too, although no engine quantizes it: it sees `s X`.
+QuRL's factor s^2 for update over error holds for SGD; Adam's step does not grow with the gradient, which leaves a
+factor of about s.
 
 Scales the trainer's model in place, before it is sharded.
 """
@@ -97,12 +98,15 @@ def scalings(model_type: str, names: Iterable[str], scale: float) -> dict[str, C
         same shape and type.
 
     Raises:
-        `ValueError`: for a scale outside [`SCALES`], or as in [`~models.norms.feeding_norms`].
+        `ValueError`: for a scale outside [`SCALES`], for a mixture of experts (its checkpoint has other names than the
+            model), or as in [`~models.norms.feeding_norms`].
     """
     check_scale(scale)
     offset = family_of(model_type).offset
     found: dict[str, Callable[[Tensor], Tensor]] = {}
-    for norm, linears in _fed_by_norms(model_type, names).items():
+    for norm, linears in feeding_norms(model_type, names).items():
+        for linear in linears:
+            refuse_mixture(f"{linear}.weight")
         found[norm] = lambda w: _scaled_gain(w, scale, offset)
         found |= {f"{linear}.weight": lambda w: _scaled_input(w, scale) for linear in linears}
     return found
@@ -118,15 +122,6 @@ def check_scale(scale: float, name: str = "scale") -> None:
         )
 
 
-def _fed_by_norms(model_type: str, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Calls [`~models.norms.feeding_norms`]. Raises `ValueError` if a norm feeds a router or experts."""
-    feeds = feeding_norms(model_type, names)
-    for linears in feeds.values():
-        for linear in linears:
-            refuse_mixture(f"{linear}.weight")
-    return feeds
-
-
 def _plan(model: nn.Module, folded: tuple[type, ...]) -> list[_Fed]:
     """Finds and checks everything to scale before anything is changed."""
     config = model.config
@@ -136,21 +131,30 @@ def _plan(model: nn.Module, folded: tuple[type, ...]) -> list[_Fed]:
     for name, module in model.named_modules():
         modules.setdefault(clean_name(name), module)  # an adapted layer comes before the base inside it
     plan = []
-    for name, linears in _fed_by_norms(model_type, (name for name, _ in model.named_parameters())).items():
+    for name, linears in feeding_norms(model_type, (name for name, _ in model.named_parameters())).items():
         norm = modules[clean_name(name.removesuffix(".weight"))]
         gain = _dense(name, norm.weight, (norm.weight.numel(),))
-        inputs = [x for linear in linears for x in _inputs(linear, modules[clean_name(linear)], gain.numel())]
+        inputs = []
+        for linear in linears:
+            parent, _, leaf = clean_name(linear).rpartition(".")
+            inputs += _inputs(linear, getattr(modules[parent], leaf), gain.numel())
         plan.append(_Fed(gain, family.offset and not isinstance(norm, folded), inputs))
     return plan
 
 
-def _inputs(name: str, linear: nn.Module, channels: int) -> list[Tensor]:
-    """Returns the tensors of a linear layer, or of one wrapped by PEFT, that multiply its input."""
+def _inputs(name: str, linear: nn.Module | nn.Parameter, channels: int) -> list[Tensor]:
+    """
+    Returns the tensors of a linear layer, or of one wrapped by PEFT, that multiply its input: the tensor itself where
+    one holds all experts, and the weight of a router.
+    """
+    if isinstance(linear, nn.Parameter):
+        return [_dense(name, linear, (*linear.shape[:-1], channels))]
     base = linear.base_layer if hasattr(linear, "base_layer") else linear
     weight = getattr(base, "weight", None)
     if not isinstance(weight, Tensor):
         raise ValueError(f"{name} must have a dense weight to be scaled, got {type(base).__name__}.")
-    tensors = [_dense(f"{name}.weight", weight, (base.out_features, channels))]
+    outputs = base.out_features if isinstance(base, nn.Linear) else len(weight)  # a router is no `nn.Linear`
+    tensors = [_dense(f"{name}.weight", weight, (outputs, channels))]
     if base is not linear:
         if not hasattr(linear, "lora_A"):
             raise ValueError(

@@ -161,6 +161,13 @@ RULES = (
         needs="model",
     ),
     Rule(
+        ("train_precision",),
+        when=lambda run: run.args.train_precision is not None and run.experts,
+        message="`train_precision`={args.train_precision!r}, but the policy is a mixture of {found} experts, which "
+        "train in 16 or 32 bits. Leave it unset, and set `rollout_precision`.",
+        needs="model",
+    ),
+    Rule(
         ("noise_schedule", "uaq_scale"),
         when=lambda run: (
             (run.args.noise_schedule is not None or run.args.uaq_scale is not None)
