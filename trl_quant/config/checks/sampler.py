@@ -219,14 +219,6 @@ RULES = (
         needs="model",
     ),
     Rule(
-        ("rollout_precision", "use_vllm"),
-        when=lambda run: _samples(run) and run.args.use_vllm and _is_known_mixture(run) and run.experts,
-        message="`rollout_precision`={args.rollout_precision!r} with `use_vllm`=True, but the policy is a mixture of "
-        "{found} experts, which only the embedded engine quantizes. Set `use_vllm=False`, or leave `rollout_precision` "
-        "unset.",
-        needs="model",
-    ),
-    Rule(
         ("rollout_precision",),
         when=lambda run: _samples(run) and run.config.is_encoder_decoder,
         message="`rollout_precision`={args.rollout_precision!r}, but {run.config.model_type} is an encoder with a "
