@@ -58,7 +58,7 @@ def repack_experts(model: nn.Module) -> None:
             layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
 
-def differing_expert_or_router(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype) -> str | None:
+def differing_expert_or_router(model: nn.Module, name: str, tensor: Tensor) -> str | None:
     """
     Compares a tensor of the policy's experts or routers with vLLM's, bit for bit in vLLM's type.
 
@@ -66,7 +66,6 @@ def differing_expert_or_router(model: nn.Module, name: str, tensor: Tensor, dtyp
         model (`nn.Module`): vLLM's model.
         name (`str`): The policy's name of the tensor.
         tensor (`torch.Tensor`): All experts of a layer (E, out, in), or a router's weight (E, in) or bias (E,).
-        dtype (`torch.dtype`): The type of vLLM's model.
 
     Returns:
         `str` or `None`: The name, with the number of the first expert that differs; `None` if all are the same.
@@ -74,7 +73,7 @@ def differing_expert_or_router(model: nn.Module, name: str, tensor: Tensor, dtyp
     _, index, path = place_in_layer(name)
     leaf = path.rpartition(".")[2]
     if not EXPERT.fullmatch(name):
-        return None if _same_router(model, index, path, tensor, dtype) else name
+        return None if _same_router(model, index, path, tensor) else name
     layer = expert_layers(model)[index]
     held = getattr(layer, HELD_AS[leaf])
     for expert, matrix in enumerate(tensor):
@@ -90,7 +89,7 @@ def held_form(layer: nn.Module, matrix: Tensor) -> Tensor:
     return ops.cpu_prepack_moe_weight(matrix[None].contiguous(), layer.quant_method.moe_kernel.fused_experts.isa)[0]
 
 
-def _same_router(model: nn.Module, index: int, path: str, tensor: Tensor, dtype: torch.dtype) -> bool:
+def _same_router(model: nn.Module, index: int, path: str, tensor: Tensor) -> bool:
     """Whether vLLM's router, or its gate of a shared expert, has this weight (out, in), or this bias."""
     *_, gate, leaf = path.split(".")
     (router,) = (
@@ -101,14 +100,15 @@ def _same_router(model: nn.Module, index: int, path: str, tensor: Tensor, dtype:
     if leaf != "weight":
         held = getattr(router, leaf)
         return torch.equal(held, tensor.to(held))
-    return torch.equal(read_router(router, dtype), tensor.to(router.weight.device, dtype))
+    held = read_router(router)
+    return torch.equal(held, tensor.to(held))
 
 
-def read_router(router: LinearBase, dtype: torch.dtype) -> Tensor:
+def read_router(router: LinearBase) -> Tensor:
     """
-    Returns the weight (out, in) with which a router computes, however its kernel holds it: the product with the
-    identity, which adds only zeros to each value.
+    Returns the weight (out, in) with which a router computes, in its own type and however its kernel holds it: the
+    product with the identity, which adds only zeros to each value.
     """
     # W^T (in, out) = I (in, in) @ W^T (in, out)
-    product = router(torch.eye(router.input_size, dtype=dtype, device=router.weight.device))
-    return (product[0] if isinstance(product, tuple) else product).t().to(dtype)
+    product = router(torch.eye(router.input_size, dtype=router.params_dtype, device=router.weight.device))
+    return (product[0] if isinstance(product, tuple) else product).t().to(router.params_dtype)

@@ -107,7 +107,7 @@ def differing_weight(model: nn.Module, weights: Iterable[tuple[str, Tensor]], dt
     for name, tensor in weights:  # reads all of them in any case, because gathering is collective
         module, _, kind = name.rpartition(".")
         if is_mixtures(name) or is_mixtures(f"{module}.weight"):
-            different += filter(None, [differing_expert_or_router(model, name, tensor, dtype)])
+            different += filter(None, [differing_expert_or_router(model, name, tensor)])
             continue
         ((_, vllm_name),) = names_in_vllm(model, [module])
         held, layer = params.get(f"{vllm_name}.{kind}"), modules.get(vllm_name)
