@@ -191,6 +191,10 @@ def config_fields() -> set[str]:
     }
 
 
+def dense_families() -> set[str]:
+    return {*families_with("feeds")} - {*families_with("experts")}
+
+
 def known_names() -> set[str]:
     of_tasks = {*tasks.__all__, *tasks.REWARDS, *NAMED_DATA}
     of_config = config_fields() | {*PRECISIONS, *CORRECTIONS, *SCHEDULES, *families_with("feeds")}
@@ -256,7 +260,7 @@ def test_what_is_said_of_versions():
     extras = re.findall(r"trl_quant\[(\w+)\]", MANUAL)
     assert extras and set(extras) <= set(setup["options.extras_require"])
     families = re.search(r"Families tested: ([\w, ]+)\.", TEXTS["docs/limits.md"])[1].split(", ")
-    assert set(families) == {name.removesuffix("_text") for name in families_with("feeds")}
+    assert set(families) == {name.removesuffix("_text") for name in dense_families()}
 
 
 # What works with what
@@ -307,8 +311,13 @@ def test_models_that_are_named():
     table = README.partition("| model | `rollout_precision` |")[2].partition("\n\n")[0]
     (first,) = [row for row in table.splitlines() if row.endswith("| yes, tested | yes |")]
     names = first.strip("| ").partition(" | ")[0].replace("Gemma 2 and 3", "Gemma 2, Gemma 3").split(", ")
-    known = {name.removesuffix("_text").replace("_", "") for name in families_with("feeds")}
+    known = {name.removesuffix("_text").replace("_", "") for name in dense_families()}
     assert {re.sub(r"[\W_]", "", name).lower() for name in names} == known
+
+
+def test_mixtures_that_are_named():
+    table = TEXTS["docs/mixtures.md"].partition("| `model_type` |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"`(\w+)`", table)) == {*families_with("experts")}
 
 
 # Commands

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from drawing import generated
 from matplotlib import image
 from peft import PeftModel, get_peft_model
-from tiny import save_tiny, tiny_tokenizer
+from tiny import MIXTURES, save_tiny, tiny_tokenizer
 from training import lora
 from transformers import AutoModelForCausalLM, TrainingArguments
 
@@ -126,6 +126,21 @@ def test_a_fault_is_found_in_its_operator(tmp_path, place):
         f"100% of what operators add (squares of relative errors) enters in layer {layer}; "
         f"of all of it 100% in {kind}.",
     ]
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_fault_in_an_expert_is_found(tmp_path, family):
+    policy = loaded(tmp_path, family)
+    policy.set_experts_implementation("eager")
+    for name, param in policy.named_parameters():
+        if name.endswith("_proj.bias"):
+            param.data.zero_()  # engines round before they add it
+    sampler = engine(policy)
+    assert not differing(points(compared(sampler))) and not compared(sampler).missing
+    scale(sampler.copy.get_submodule("model.layers.1.mlp.experts.down_proj"), 1.0625)
+    found = points(compared(sampler))
+    assert "layers.1.mlp.gate" in found and differing(found) == ["layers.1.mlp.experts"]
+    assert found["layers.1.mlp.experts"].added.error == pytest.approx(0.0625, rel=0.05)
 
 
 @pytest.mark.parametrize("layer", [0, 1])

@@ -221,9 +221,12 @@ class PolicyWeights:
         for place, layer in self.linears().items():
             parent, _, leaf = place.rpartition(".")
             held = getattr(policy.get_submodule(parent), leaf)
-            is_adapted = isinstance(held, BaseTunerLayer)
-            weight = held if layer.holds_experts else held.weight
-            if is_adapted or (not isinstance(held, FrozenLinear) and weight.requires_grad):
+            if isinstance(held, nn.Parameter):
+                is_trained = held.requires_grad
+            else:
+                is_trained = isinstance(held, BaseTunerLayer)
+                is_trained = is_trained or (not isinstance(held, FrozenLinear) and held.weight.requires_grad)
+            if is_trained:
                 found.append(layer.weight)
         return found
 

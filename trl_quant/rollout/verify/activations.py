@@ -29,7 +29,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from ...layers import EngineLinear
+from ...layers import EngineExperts, EngineLinear
 from ...models.names import clean_name
 from ..base import RolloutEngine
 from ..tensors import outer_modules
@@ -115,7 +115,7 @@ class Comparison:
         def record(name: str, tensor: Tensor) -> None:
             key = tensor.data_ptr(), tensor.numel()
             is_known = name.endswith(INPUT) and (key in seen or not tensor.is_floating_point())
-            if not is_known and tensor.shape[:2] == (1, len(tokens)):
+            if not is_known and _is_of_tokens(tensor, len(tokens)):
                 seen[key], trainer[name] = tensor, tensor.reshape(len(tokens), -1)
 
         self._forward(tokens, record)
@@ -129,7 +129,7 @@ class Comparison:
         seen.clear()
 
         def replace(name: str, tensor: Tensor) -> None:
-            if name in engine and tensor.shape[:2] == (1, len(tokens)):
+            if name in engine and _is_of_tokens(tensor, len(tokens)):
                 self.points[name].added.add(engine[name], tensor.reshape(len(tokens), -1))
                 tensor.copy_(engine[name].view(tensor.shape))  # in place, so that the residual stream has it too
 
@@ -182,13 +182,22 @@ class Comparison:
                 self.missing.append(label)
 
 
+def _is_of_tokens(tensor: Tensor, tokens: int) -> bool:
+    """Whether a tensor has values of each token: (1, tokens, ...), or (tokens, features) as in a mixture of experts."""
+    return tensor.shape[:2] == (1, tokens) or (tensor.ndim == 2 and len(tensor) == tokens)
+
+
 def operators(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns the modules with weights, by their names in the policy. A layer and its adapter count as one module."""
+    """
+    Returns the modules with weights, by their names in the policy. A layer and its adapter count as one module, and so
+    do the experts of a layer.
+    """
     found = {}
     for name, module in outer_modules(model):
         has_weights = isinstance(module, BaseTunerLayer | EngineLinear) or any(
             True for _ in module.parameters(recurse=False)
         )
+        has_weights |= any(isinstance(child, EngineExperts) for child in module.children())
         if has_weights and module is not model.get_output_embeddings():  # its output, the logits, is a point already
             found[clean_name(name)] = module
     return found
@@ -196,11 +205,18 @@ def operators(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def hooked(modules: dict[str, nn.Module], observe: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Context in which `observe` is called with each module's input, named `name.input`, and its output."""
+    """
+    Context in which `observe` is called with each module's input, named `name.input`, and its output; of a router, with
+    its logits.
+    """
+
+    def see(name: str, output: Tensor | tuple[Tensor, ...]) -> None:
+        observe(name, output if isinstance(output, Tensor) else output[0])
+
     handles = []
     for name, module in modules.items():
         handles.append(module.register_forward_pre_hook(lambda _, args, name=name: observe(name + INPUT, args[0])))
-        handles.append(module.register_forward_hook(lambda _, args, output, name=name: observe(name, output)))
+        handles.append(module.register_forward_hook(lambda _, args, output, name=name: see(name, output)))
     try:
         yield
     finally:
