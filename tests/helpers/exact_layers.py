@@ -10,7 +10,7 @@ from trl_quant.policy.exact.attention import Kernels
 from trl_quant.policy.exact.head import log_softmax
 
 
-EXACT_FAMILIES = [name for name in families_with("feeds") if not (FAMILIES[name].offset or FAMILIES[name].experts)]
+EXACT_FAMILIES = [name for name in families_with("feeds") if not (FAMILIES[name].offset or FAMILIES[name].mixture)]
 TEMPERATURE = 0.7
 
 

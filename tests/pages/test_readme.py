@@ -54,9 +54,9 @@ SMALL = {
 FOREIGN = {
     "trl": {"sequence_mask", "save_model", "peft_config", "rollout_func", "environment_factory", "env_mask"}
     | {"cispo_clip_ratio", "aux_loss", "dataset_name", "dataset_test_split", "train_dataset"},
-    "peft": {"lora_dropout", "modules_to_save"},
+    "peft": {"lora_dropout", "modules_to_save", "target_modules", "target_parameters"},
     "transformers": {"do_sample", "is_causal", "max_position_embeddings", "attention_factor", "generation_config"}
-    | {"grad_norm"},
+    | {"grad_norm", "model_type"},
     "trl_quant": {"trl_quant", "shifted_logits", "eval_dataset_name"},
 }
 
@@ -192,7 +192,7 @@ def config_fields() -> set[str]:
 
 
 def dense_families() -> set[str]:
-    return {*families_with("feeds")} - {*families_with("experts")}
+    return {*families_with("feeds")} - {*families_with("mixture")}
 
 
 def known_names() -> set[str]:
@@ -317,7 +317,7 @@ def test_models_that_are_named():
 
 def test_mixtures_that_are_named():
     table = TEXTS["docs/mixtures.md"].partition("| `model_type` |")[2].partition("\n\n")[0]
-    assert set(re.findall(r"`(\w+)`", table)) == {*families_with("experts")}
+    assert set(re.findall(r"`(\w+)`", table)) == {*families_with("mixture")}
 
 
 # Commands

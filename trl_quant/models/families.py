@@ -42,9 +42,9 @@ class Family(NamedTuple):
             order of that matrix.
         packs (`bool`): Whether its attention is known to compute packed rows.
         both_ways (`bool`): Whether its attention is known to follow `is_causal=False` in a config.
-        experts (`bool`):
-            Whether the embedded engine samples from its experts: gated MLPs without biases, in tensors
-            (experts, out, in).
+        mixture (`bool`):
+            Whether it is a mixture of experts that the embedded engine samples from: gated MLPs without biases, in
+            tensors (experts, out, in).
         norm (`str` or `None`): transformers' class of its RMSNorm; `None` if it computes another function than Llama's.
         mlp (`str` or `None`): transformers' class of its MLP; `None` if it computes another function than Llama's.
     """
@@ -54,7 +54,7 @@ class Family(NamedTuple):
     fused: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
     packs: bool = False
     both_ways: bool = False
-    experts: bool = False
+    mixture: bool = False
     norm: str | None = None
     mlp: str | None = None
 
@@ -74,7 +74,7 @@ _SHARED = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "mlp.shar
 _SHARED += ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
 _MIXTURE = {
     "feeds": {"input_layernorm": _QKV, "post_attention_layernorm": (*_GATE_UP, *_ROUTED, *_SHARED)},
-    "experts": True,
+    "mixture": True,
 }
 
 # model_type of a transformers config -> its family. Classes are those of `transformers.models.X.modeling_X`.
@@ -118,6 +118,8 @@ FUSED = tuple(dict.fromkeys(group for family in FAMILIES.values() for group in f
 # Names that transformers' families share: of tensors, and of the config's field that counts a router's experts
 ROUTER = re.compile(r"(.*\.)?(gate|shared_expert_gate|\w*router(\.\w+)?)\.weight")
 EXPERT = re.compile(r"(.*\.)?experts(\.\w+)+")
+# Tensors that hold all experts of a layer -> how many matrices of an expert each joins, one below the other
+EXPERT_PARTS = {"gate_up_proj": 2, "down_proj": 1}
 EMBEDDING = re.compile(r"(.*\.)?(\w*embed\w*|wte|wpe)\.weight")
 EXPERT_COUNT = re.compile(r"(^|_)(num|n)_(local_|routed_)?experts$")
 HEAD = ("lm_head",)  # the output layer of a language model

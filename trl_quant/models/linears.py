@@ -96,7 +96,7 @@ def sampled_linears(model: nn.Module) -> dict[str, LinearLayer]:
     Raises:
         ValueError: The model is a mixture of another family, or has experts in another layout.
     """
-    found, known = linears(model), families_with("experts")
+    found, known = linears(model), families_with("mixture")
     model_type = model.config.get_text_config().model_type
     has_experts = any(is_mixtures(clean_name(name)) for name, _ in model.get_decoder().named_parameters())
     in_one_tensor = all(layer.holds_experts for layer in found.values() if layer.is_expert)

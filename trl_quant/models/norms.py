@@ -53,5 +53,5 @@ def feeding_norms(model_type: str, names: Iterable[str]) -> dict[str, tuple[str,
                     f"{stack}.{index} must have exactly one {norm}.weight in a {model_type} model, found {matches}."
                 )
             fed = (f"{stack}.{index}.{linear}" for linear in linears)
-            result[matches[0]] = tuple(x for x in fed if clean_name(x) in present or not family.experts)
+            result[matches[0]] = tuple(x for x in fed if clean_name(x) in present or not family.mixture)
     return result

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from ..models.families import ROUTER
+from ..models.families import EXPERT_PARTS, ROUTER
 from ..models.linears import is_mixtures
 
 
@@ -37,7 +37,7 @@ class NamesOnDisk:
             if not is_mixtures(name):
                 yield name, tensor
                 continue
-            parts = 2 if name.endswith("gate_up_proj") else 1
+            parts = EXPERT_PARTS.get(name.rpartition(".")[2], 1)
             for on_disk, number in self._numbered(name, tensor, parts).items():
                 if tensor.ndim < 3:
                     yield on_disk, tensor

@@ -64,7 +64,7 @@ def _why_not_generating(run: Given) -> str | None:
 
 def _is_known_mixture(run: Given) -> bool:
     """Whether the embedded engine computes the policy's experts."""
-    return run.config.model_type in families_with("experts")
+    return run.config.model_type in families_with("mixture")
 
 
 def _sharding(run: Given) -> str | None:
@@ -222,7 +222,7 @@ RULES = (
         ("rollout_precision",),
         when=lambda run: _samples(run) and not _is_known_mixture(run) and run.experts,
         message="`rollout_precision`={args.rollout_precision!r}, but the policy is a mixture of {found} experts, and "
-        f"engines here know the experts of {', '.join(families_with('experts'))} alone. Leave `rollout_precision` "
+        f"engines here know the experts of {', '.join(families_with('mixture'))} alone. Leave `rollout_precision` "
         "unset: TRL generates.",
         needs="model",
     ),

@@ -11,12 +11,12 @@ from vllm import _custom_ops as ops
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.models.utils import extract_layer_index
 
-from ...models.families import EXPERT
+from ...models.families import EXPERT, EXPERT_PARTS
 from ...models.names import place_in_layer
 from .adapter import linear_layers
 
 
-HELD_AS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}  # the policy's tensors of experts -> vLLM's
+HELD_AS = {2: "w13_weight", 1: "w2_weight"}  # how many matrices of an expert a tensor joins -> vLLM's name of it
 READABLE = ("CPU", "TRITON")  # backends that hold experts as they are loaded, or packed as `held_form` packs them
 
 
@@ -75,7 +75,7 @@ def differing_expert_or_router(model: nn.Module, name: str, tensor: Tensor) -> s
     if not EXPERT.fullmatch(name):
         return None if _same_router(model, index, path, tensor) else name
     layer = expert_layers(model)[index]
-    held = getattr(layer, HELD_AS[leaf])
+    held = getattr(layer, HELD_AS[EXPERT_PARTS[leaf]])
     for expert, matrix in enumerate(tensor):
         if not torch.equal(held[expert], held_form(layer, matrix.to(held))):
             return f"{name}[{expert}]"
