@@ -7,7 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
-from tiny import MIXTURES, save_tiny
+from tiny import MIXTURES
 from training import config, make
 
 
@@ -194,7 +194,7 @@ def test_grpo_trains_a_mixture(tmp_path, peft_config):
         learning_rate=1e-3,
         sync_check_steps=1,
     )
-    path = save_tiny(tmp_path / "model", family="qwen3_moe", dtype=torch.bfloat16)
+    path = policy(tmp_path / "model", family="qwen3_moe").name_or_path
     trainer = make(QuantGRPOTrainer, args, model=path, peft_config=peft_config)
     keep(trainer)
     trainer.train()
