@@ -27,6 +27,7 @@ from trl_quant.storage.layout import quantization_config
 
 INT8 = {"rollout_precision": "int8"}
 VLLM = {**INT8, "use_vllm": True, "vllm_mode": "colocate"}
+BF16_VLLM = {**VLLM, "rollout_precision": "bf16"}
 SERVER = VLLM | {"vllm_mode": "server"}
 TRLS_VLLM = {"use_vllm": True, "vllm_mode": "colocate"}
 DRAFTING = {"vllm_engine_kwargs": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}}
@@ -236,7 +237,6 @@ CASES = {
         Case("Qwen3Model, which generates no text", fields=INT8, model=lambda directory: tiny()(directory).model),
         Case("attends in both directions", fields=INT8, model=tiny(is_causal=False)),
         Case("engines here know the experts of", fields=INT8, model=bare(DeepseekV3Config())),
-        Case("which only the embedded engine quantizes", fields=VLLM, model=tiny("qwen3_moe")),
         Case("4 experts under ZeRO-3", fields=INT8, assigned=ZERO3, model=tiny("qwen2_moe")),
         Case("t5 is an encoder with a decoder", fields=INT8, model=bare(T5Config())),
     ],
@@ -263,6 +263,18 @@ CASES = {
             "Set `vllm_max_model_length` to 32 or less",
             fields={**VLLM, "vllm_max_model_length": 600},
             model=tiny("llama", max_position_embeddings=32, rope_parameters={"rope_type": "dynamic", "factor": 2.0}),
+        ),
+        Case("which vLLM was shown to sample right in 'bf16' alone", fields=VLLM, model=tiny("qwen3_moe")),
+        *(
+            Case(f"`{name}`={value!r} was not shown yet", fields={**BF16_VLLM, name: value}, model=tiny("qwen3_moe"))
+            for name, value in {
+                "vllm_mode": "server",
+                "lora_sync": "adapter",
+                "noise_schedule": "linear",
+                "vllm_tensor_parallel_size": 2,
+                "vllm_model_impl": "transformers",
+                "vllm_engine_kwargs": {"enable_expert_parallel": True},
+            }.items()
         ),
         Case("heads have 48 dimensions", fields=VLLM, model=tiny(head_dim=48)),
         Case("The policy was built in memory, and vLLM", fields=VLLM, model=tiny()),

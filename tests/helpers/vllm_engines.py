@@ -20,10 +20,11 @@ if not GPU:
 from accelerate import Accelerator
 from frozen_layers import layers
 from peft import get_peft_model
-from tiny import save_tiny, tiny_tokenizer
+from tiny import MIXTURES, save_tiny, tiny_tokenizer
 from training import lora, metrics, parameters
 from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
+from vllm.distributed import parallel_state
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 
@@ -83,8 +84,20 @@ PROMPTS = [[(7 * i + 3) % 250 for i in range(200)], [(i * i) % 251 for i in rang
 _alive = []
 
 
+def allow_experts() -> None:
+    """Gives this process the group of ranks of experts, which vLLM makes only if its first engine is a mixture."""
+    if parallel_state.model_parallel_is_initialized() and parallel_state._EP is None:
+        world = parallel_state.get_world_group()
+        backend = torch.distributed.get_backend(world.device_group)
+        parallel_state._EP = parallel_state.init_model_parallel_group(
+            [world.ranks], world.local_rank, backend, group_name="ep"
+        )
+
+
 def policy(path, with_lora: bool = False, dtype: torch.dtype = torch.bfloat16, **kwargs):
     """A tiny policy loaded from a checkpoint at `path`."""
+    if kwargs.get("family") in MIXTURES:
+        allow_experts()
     model = AutoModelForCausalLM.from_pretrained(save_tiny(path, dtype=torch.bfloat16, **kwargs), dtype=dtype)
     if not with_lora:
         return model

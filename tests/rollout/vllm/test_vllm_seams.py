@@ -170,6 +170,7 @@ CALLS = {
     "vllm:LLM.reset_prefix_cache": "",
     "vllm:LLM.sleep": "* level",
     "vllm:LLM.wake_up": "* tags",
+    "vllm._custom_ops:cpu_prepack_moe_weight": "weight isa",
     "vllm._custom_ops:create_onednn_scaled_mm": """weight weight_scales output_type dynamic_quant use_azp
         primitive_cache_size""",
     "vllm._custom_ops:onednn_scaled_mm": "dnnl_handler x output input_scale input_zp input_zp_adj bias",
@@ -441,6 +442,21 @@ def test_a_live_engine(tmp_path):
         streamed.clear()
         filled.clear()
         llm.reset_prefix_cache()
+
+
+def test_experts_in_a_live_engine(tmp_path):
+    """Where vLLM holds experts, and the kernel that packs them on a CPU."""
+    llm = fresh(policy(tmp_path / "policy", family="qwen3_moe"), "bf16", tmp_path / "fresh")
+    (model,) = llm.apply_model(lambda model: model)
+    layer = model.get_submodule("model.layers.1.mlp.experts.routed_experts")
+    assert layer.w13_weight.shape == (4, 256, 128) and layer.w2_weight.shape == (4, 128, 128)
+    assert layer.quant_method.unquantized_backend.name == ("TRITON" if torch.cuda.is_available() else "CPU")
+    assert layer.quant_method.moe.intermediate_size_per_partition == 128
+    experts = layer.quant_method.moe_kernel.fused_experts
+    assert callable(experts.process_weights_after_loading)
+    assert torch.cuda.is_available() or experts.isa in ("vec", "amx")
+    gate = model.get_submodule("model.layers.1.mlp.gate")
+    assert isinstance(gate, resolve(f"{LINEAR}:LinearBase")) and gate.params_dtype == torch.bfloat16
 
 
 def test_the_type_of_tempered_logits():

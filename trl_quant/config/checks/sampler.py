@@ -227,14 +227,6 @@ RULES = (
         needs="model",
     ),
     Rule(
-        ("rollout_precision", "use_vllm"),
-        when=lambda run: _samples(run) and run.args.use_vllm and _is_known_mixture(run) and run.experts,
-        message="`rollout_precision`={args.rollout_precision!r} with `use_vllm`=True, but the policy is a mixture of "
-        "{found} experts, which only the embedded engine quantizes. Set `use_vllm=False`, or leave `rollout_precision` "
-        "unset.",
-        needs="model",
-    ),
-    Rule(
         ("rollout_precision",),
         when=lambda run: _samples(run) and _sharding(run) and run.experts and (run.experts, _sharding(run)),
         message="`rollout_precision`={args.rollout_precision!r}, but the policy is a mixture of {found[0]} experts "

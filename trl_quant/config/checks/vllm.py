@@ -28,6 +28,8 @@ from .sampler import given_options
 MODEL_IMPLS = ("vllm", "transformers", "auto")
 COLOCATED_FIELDS = ("vllm_engine_kwargs", "vllm_sleep_level", "lora_sync")  # they act only on a colocated engine
 BESIDE_DRAFTS = ("temperature", "top_p", "top_k")  # options that the check of speculative decoding computes
+EXPERTS_IN = "bf16"  # the precision in which vLLM samples from mixtures of experts
+OF_EXPERTS = ("enable_expert_parallel", "enable_eplb", "enable_return_routed_experts", "moe_backend", "kernel_config")
 SAVE = (  # what to do about a policy on which vLLM cannot start
     "Save the model, without adapters, and its tokenizer, and name the directory in "
     "`vllm_engine_kwargs={{'model': ...}}`, or sample with `use_vllm=False`"
@@ -121,6 +123,16 @@ def _read_start(run: Given):
         return AutoConfig.from_pretrained(start, revision=revision, trust_remote_code=run.args.trust_remote_code)
 
 
+def _samples_experts(run: Given) -> bool:
+    """Whether an engine of ours samples in vLLM from a mixture of experts."""
+    return _samples(run) and bool(run.experts)
+
+
+def _of_experts(run: Given) -> str:
+    """Lists vLLM's arguments that change how experts are held or computed."""
+    return ", ".join(repr(name) for name in _arguments(run) if name in OF_EXPERTS)
+
+
 def _unreadable_start(run: Given) -> str | None:
     return refusal(_read_start, run, error=(OSError, ValueError, TypeError))
 
@@ -157,6 +169,16 @@ ARGUMENTS = (
         "`vllm.EngineArgs`: {found[1]}.",
     ),
 )
+
+# Fields that may not stand beside a mixture of experts in vLLM, where they have a value that no test has shown there
+BESIDE_EXPERTS = {
+    "vllm_mode": (lambda run: run.spec.source == "server", "Use 'colocate'"),
+    "lora_sync": (lambda run: run.spec.sampler.lora_sync == "adapter", "Use 'merge'"),
+    "noise_schedule": (lambda run: run.args.noise_schedule is not None, "Leave it unset"),
+    "vllm_tensor_parallel_size": (lambda run: run.args.vllm_tensor_parallel_size > 1, "Set it to 1"),
+    "vllm_model_impl": (lambda run: run.args.vllm_model_impl == "transformers", "Use 'vllm'"),
+    "vllm_engine_kwargs": (lambda run: _of_experts(run), "Leave {found} out"),
+}
 
 RULES = (
     acts_only(
@@ -237,6 +259,25 @@ RULES = (
         message="`vllm_max_model_length`={args.vllm_max_model_length}: {found[0]}. {found[1]}, sample with "
         "`use_vllm=False`, or leave `rollout_precision` unset.",
         needs="model",
+    ),
+    Rule(
+        ("rollout_precision", "use_vllm"),
+        when=lambda run: _samples_experts(run) and run.spec.sampled_in != EXPERTS_IN and run.experts,
+        message="`rollout_precision`={args.rollout_precision!r} with `use_vllm=True`, but the policy is a mixture of "
+        f"{{found}} experts, which vLLM was shown to sample right in {EXPERTS_IN!r} alone: a CPU without AMX has no "
+        f"kernel for others, and on a GPU they were not checked. Use {EXPERTS_IN!r}, or `use_vllm=False`, with which "
+        "the embedded engine computes any precision.",
+        needs="model",
+    ),
+    *(
+        Rule(
+            ("rollout_precision", name),
+            when=lambda run, is_set=is_set: _samples_experts(run) and is_set(run),
+            message=f"`{name}`={{args.{name}!r}} was not shown yet where vLLM samples from a mixture of experts. "
+            f"{instead}, or set `use_vllm=False`.",
+            needs="model",
+        )
+        for name, (is_set, instead) in BESIDE_EXPERTS.items()
     ),
     Rule(
         ("use_vllm",),

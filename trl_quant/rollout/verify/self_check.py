@@ -329,7 +329,8 @@ class Reference:
     def _stand_ins(self, adapted: bool, rounding: "Rounding | None") -> dict[str, nn.Module]:
         """Returns the module that replaces each linear layer of the decoder, by the layer's place in the policy."""
         policy, engine = self.weights.base_model, self.engine
-        layers = self.weights.linears()
+        # Experts compute in BF16, as the policy's own; `differing_weight` compares each of them
+        layers = {place: layer for place, layer in self.weights.linears().items() if not layer.holds_experts}
         named = {layer.name: policy.get_submodule(place) for place, layer in layers.items()}
         merged = adapted and engine.lora_sync == "merge"
         shares_scale = PRECISIONS[engine.precision].vllm.fused_scale

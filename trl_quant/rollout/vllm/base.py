@@ -13,13 +13,14 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ...formats import QuantizedTensor
-from ...models.linears import dense_linears, unquantized_linears
+from ...models.linears import sampled_linears, unquantized_linears
 from ...precisions import PRECISIONS
 from ...run_spec import EngineSpec
 from ...storage.layout import checkpoint_stream, checkpoint_tensors, quantizers_on
 from ...storage.quantization import brings_cache_scales
 from ..base import RolloutEngine, count_layers
 from ..engine import RolloutNoise
+from ..experts import NamesOnDisk
 from ..tensors import ties_embeddings
 from ..verify.kv_cache import UNQUANTIZED, KVCache
 from .speculation import Drafts
@@ -40,6 +41,7 @@ class VLLMBase(RolloutEngine):
         checkpoint_dtype (`torch.dtype` or `None`): Type of the weights that the engine starts on, if it is known.
         ignore (`list[str]`): Names of the policy's linear layers that are not quantized.
         travels_quantized (`bool`): Whether a sync sends codes and scales instead of BF16 weights.
+        names_on_disk ([`~rollout.experts.NamesOnDisk`]): Names the policy's experts as a checkpoint does.
         quantizers (`dict`): The functions that quantize on the engine's device; see [`~storage.layout.quantizers_on`].
         streaming (`str`): The tensor that a sync is sending, for error messages.
         stale_cache (`bool`): Whether the prefix cache still holds blocks from before the last sync.
@@ -61,6 +63,7 @@ class VLLMBase(RolloutEngine):
         self.ignore: list[str] = []
         self.travels_quantized = False
         self.quantizers: dict = {}
+        self.names_on_disk = NamesOnDisk(self.weights.base_model)
         self.streaming = "the first tensor"
         self.stale_cache = False
         self.last_check: dict | None = None
@@ -212,7 +215,7 @@ class VLLMBase(RolloutEngine):
         over it. `measured` says whether the drift is measured on the way.
         """
         placeholders = self.quantized_in_training(measured) if self.travels_quantized else ()
-        weights = self._watched(self.policy_stream(placeholders), measured)
+        weights = self.names_on_disk.stream(self._watched(self.policy_stream(placeholders), measured))
         if not self.travels_quantized:
             return weights
         if self.on_cpu:
@@ -269,11 +272,12 @@ class VLLMBase(RolloutEngine):
 
     def unquantized(self) -> Iterator[tuple[str, Tensor]]:
         """
-        Streams the policy's weights, except those of the linear layers that the engine quantizes. All ranks must
-        iterate over it.
+        Streams the policy's weights, except those of the linear layers that the engine quantizes. Routers and experts
+        are among them. All ranks must iterate over it.
         """
-        layers = {f"{layer.name}.weight" for layer in dense_linears(self.weights.base_model).values()}
-        for name, tensor in self.policy_stream(layers):
+        found = sampled_linears(self.weights.base_model).values()
+        layers = {layer.weight for layer in found if not layer.holds_experts}
+        for name, tensor in self.names_on_disk.with_buffers(self.policy_stream(layers)):
             if name not in layers:
                 yield name, tensor
 

@@ -14,7 +14,7 @@ from peft import PeftConfig
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from ...models.linears import dense_linears
+from ...models.linears import sampled_linears
 from ...noise import noised_norms
 from ...policy.exact.attention import Kernels
 from ...precisions import PRECISIONS
@@ -110,7 +110,7 @@ class VLLMEngine(VLLMBase):
             multiply_as_given(self.precision)
         from vllm import LLM
 
-        from . import kernel_checks, lifetime, loading, one_copy, progress  # noqa: F401, `loading` registers a loader
+        from . import experts, kernel_checks, lifetime, loading, one_copy, progress  # noqa: F401, `loading` registers a loader
 
         self._group = self._ranks_of_engine()
         arguments = self._start_arguments() | self._llm_arguments()
@@ -122,11 +122,13 @@ class VLLMEngine(VLLMBase):
             raise _start_error(error, self.precision, self.model.name_or_path) from error
         lifetime.ends_with(self, self.llm)
 
-        layers = [layer.name for layer in dense_linears(self.weights.base_model).values()]
+        found = sampled_linears(self.weights.base_model).values()
+        layers = [layer.name for layer in found if not layer.holds_experts]
         (kernels,) = self.llm.apply_model(partial(kernel_checks.check_kernels, precision=self.precision, layers=layers))
         logger.info("vLLM samples in %s: %s.", self.precision, kernels)
         biased = [name.removesuffix(".bias") for name in self.weights.parameters() if name.endswith(".bias")]
         self.llm.apply_model(partial(kernel_checks.check_biases, layers=biased))
+        self.llm.apply_model(experts.check_experts)
         if self.exact:
             from . import exact
 

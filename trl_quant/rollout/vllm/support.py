@@ -18,7 +18,7 @@ from ...formats.fp8 import BLOCK
 from ...layers.products import follow_int8
 from ...layers.quantizers import follow_groups
 from ...models.families import family_of
-from ...models.linears import dense_linears, unquantized_linears
+from ...models.linears import dense_linears, sampled_linears, unquantized_linears
 from ...models.names import clean_name
 from ...precisions import PRECISIONS, InVLLM, in_vllm
 from ...storage.layout import quantization_config
@@ -304,7 +304,8 @@ def outside_decoder(policy: PreTrainedModel, architectures: list[str], model_imp
         model = ModelRegistry.models[implemented[0]].load_model_cls()
     else:
         model = None  # vLLM runs transformers' model, with the policy's names
-    decoder = decoder_in_vllm(model, [layer.name for layer in dense_linears(policy).values()])
+    layers = sampled_linears(policy).values()
+    decoder = decoder_in_vllm(model, [layer.name for layer in layers if not layer.holds_experts])
     return [f"re:(?!{re.escape(decoder)})"]
 
 

@@ -12,9 +12,11 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.utils import extract_layer_index
 
+from ...models.linears import is_mixtures
 from ..tensors import default_dtype
 from ..verify.kv_cache import CACHE_FORMATS, UNQUANTIZED, KVCache
 from .adapter import names_in_vllm, places
+from .experts import differing_expert_or_router, repack_experts
 from .repairs import plain_tensors, refresh_tied_head, restore_plain_tensors
 
 
@@ -40,6 +42,7 @@ def reload(worker, stream: Iterable[tuple[str, Tensor]]) -> None:
         with default_dtype(worker.vllm_config.model_config.dtype):
             worker.reload_weights(weights_iterator=stream)
             refresh_tied_head(model)
+            repack_experts(model)
     finally:
         del model.load_weights
     restore_plain_tensors(plain)
@@ -47,6 +50,8 @@ def reload(worker, stream: Iterable[tuple[str, Tensor]]) -> None:
     # the cache's scales, have defaults. `named_parameters` lists a tied head's weight only with the embeddings.
     filled = {name.rpartition(".")[0] for name in loaded}
     owners = {name.rpartition(".")[0] for name, p in model.named_parameters() if p.numel() > 1}
+    # vLLM reports experts by the name of the module around the one that holds them
+    owners = {name.removesuffix(".routed_experts") for name in owners}
     missing = owners - filled
     if loaded and missing:
         raise RuntimeError(f"the policy streamed no weights for {', '.join(sorted(missing)[:4])}")
@@ -86,7 +91,7 @@ def kv_caches(model: nn.Module) -> dict[int, KVCache]:
 def differing_weight(model: nn.Module, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> str | None:
     """
     Compares the policy's weights with vLLM's: those that both have under one name and in one shape (norms, embeddings,
-    the head), and the biases of linear layers.
+    the head), the biases of linear layers, and experts and routers.
 
     Args:
         model (`nn.Module`): vLLM's model.
@@ -101,6 +106,9 @@ def differing_weight(model: nn.Module, weights: Iterable[tuple[str, Tensor]], dt
     different: list[str] = []
     for name, tensor in weights:  # reads all of them in any case, because gathering is collective
         module, _, kind = name.rpartition(".")
+        if is_mixtures(name) or is_mixtures(f"{module}.weight"):
+            different += filter(None, [differing_expert_or_router(model, name, tensor)])
+            continue
         ((_, vllm_name),) = names_in_vllm(model, [module])
         held, layer = params.get(f"{vllm_name}.{kind}"), modules.get(vllm_name)
         if layer is None or isinstance(layer, LinearBase):

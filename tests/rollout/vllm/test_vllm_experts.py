@@ -1,0 +1,206 @@
+"""
+Mixtures of experts in vLLM, in BF16: a synced engine equals a fresh one, and the self-check finds each expert and each
+router that is not the policy's, whether a text reaches it or not.
+"""
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file
+from tiny import MIXTURES
+from training import config, make
+
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+from vllm_engines import SMALL, engine, fresh, greedy, keep, policy, update
+
+from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant.rollout.experts import NamesOnDisk
+from trl_quant.rollout.verify.self_check import Reference, mean_difference, rows_to_check
+from trl_quant.rollout.vllm import worker
+
+
+pytestmark = pytest.mark.vllm
+UNREACHED = 2  # GLM-4's expert that no token reaches
+ATTENTION = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj"])  # "all-linear" takes experts too
+
+
+@pytest.fixture(scope="module", params=MIXTURES)
+def sampler(request, tmp_path_factory):
+    """The engine of one family's policy, shared by the tests of this file."""
+    path = tmp_path_factory.mktemp(request.param)
+    dtype = torch.float32 if request.param == "mixtral" else torch.bfloat16
+    model = policy(path, family=request.param, tied=False, dtype=dtype)
+    for name, bias in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            bias.copy_(torch.tensor([0.3, -0.2, 0.0, 0.1]))
+            bias[UNREACHED] = -10.0  # a token's scores lie between 0 and 1
+    model.save_pretrained(path)
+    built = engine(model, "bf16")
+    built.sync()
+    return built
+
+
+@pytest.fixture
+def tampered(sampler, monkeypatch):
+    """Syncs the engine with a stream in which some tensors are changed; the engine is right again after the test."""
+
+    def sync(change):
+        def stream(weights):
+            return change(dict(NamesOnDisk.stream(sampler.names_on_disk, weights))).items()
+
+        with monkeypatch.context() as patched:
+            patched.setattr(sampler.names_on_disk, "stream", stream)
+            sampler.sync()
+
+    yield sync
+    sampler.sync()
+    sampler.check_sync()
+
+
+def of_expert(tensors, expert: int, layer: int = 1) -> list[str]:
+    """Names on disk of one expert's matrices."""
+    found = [name for name in tensors if f".layers.{layer}." in name and f".experts.{expert}." in name]
+    assert len(found) == 3
+    return found
+
+
+def fault_of(sampler) -> str:
+    with pytest.raises(RuntimeError) as error:
+        sampler.check_sync()
+    return str(error.value)
+
+
+def test_three_syncs_leave_the_bits_of_a_fresh_engine(sampler, tmp_path):
+    seen = []
+    for seed in range(3):
+        update(sampler.model, seed=seed)
+        sampler.sync()
+        seen.append(greedy(sampler.llm))
+        assert seen[-1] == greedy(fresh(sampler.model, "bf16", tmp_path / f"checkpoint-{seed}"))
+    assert len({str(samples) for samples in seen}) == 3
+    metrics = sampler.check_sync()
+    assert metrics["sync_check/logp_difference"] < metrics["sync_check/bound"]
+
+
+def test_the_stream_is_the_checkpoint_expert_by_expert_and_copies_none(sampler, tmp_path):
+    sampler.model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    held = {param.untyped_storage().data_ptr() for param in sampler.model.parameters()}
+    streamed = list(sampler.stream(measured=False))
+    assert {name for name, _ in streamed} == set(saved) and len(streamed) == len(saved)
+    for name, tensor in streamed:
+        assert torch.equal(tensor, saved[name])
+        assert tensor.untyped_storage().data_ptr() in held or name.endswith("e_score_correction_bias")
+    experts = [name.split(".experts.")[1].split(".")[0] for name, _ in streamed if ".experts." in name]
+    assert len(experts) >= 12
+
+
+def test_an_expert_that_is_zeroed_is_found(sampler, tampered):
+    tampered(lambda tensors: tensors | {name: tensors[name] * 0 for name in of_expert(tensors, UNREACHED)})
+    unreached = sampler.weights.model_type == "glm4_moe"
+    fault = fault_of(sampler)
+    assert "corrupted" in fault
+    if unreached:  # the text says nothing, and the stored weights do
+        assert f"another `model.layers.1.mlp.experts.gate_up_proj[{UNREACHED}]`" in fault
+
+
+def test_two_experts_that_are_exchanged_are_found(sampler, tampered):
+    def exchange(tensors):
+        first, second = (of_expert(tensors, expert) for expert in (0, 1))
+        return tensors | {a: tensors[b] for pair in zip(first, second, strict=True) for a, b in (pair, pair[::-1])}
+
+    tampered(exchange)
+    assert sampler.differing_weight() == "model.layers.1.mlp.experts.gate_up_proj[0]"
+    assert "corrupted" in fault_of(sampler)
+
+
+def test_one_stale_matrix_of_an_expert_is_found(sampler, tampered):
+    before = {name: tensor.clone() for name, tensor in sampler.stream(measured=False)}
+    update(sampler.model, seed=7, size=1e-3)  # less than the text check sees in one expert
+    stale = of_expert(before, 3)[-1]
+    tampered(lambda tensors: tensors | {stale: before[stale]})
+    assert sampler.differing_weight().startswith("model.layers.1.mlp.experts.")
+    assert sampler.differing_weight().endswith("[3]")
+    assert "another `model.layers.1.mlp.experts" in fault_of(sampler)
+
+
+@pytest.mark.parametrize("gate", ["gate", "shared_expert_gate", "e_score_correction_bias"])
+def test_a_router_of_other_bits_is_found(sampler, tampered, gate):
+    names = [name for name in dict(sampler.stream(measured=False)) if name.removesuffix(".weight").endswith(f".{gate}")]
+    if not names:
+        pytest.skip(f"{sampler.weights.model_type} has no {gate}")
+
+    def quantized(tensors):
+        return tensors | {names[-1]: tensors[names[-1]].to(torch.float8_e4m3fn).to(tensors[names[-1]])}
+
+    tampered(quantized)
+    assert gate in sampler.differing_weight()
+
+
+def test_exchanged_experts_are_far_outside_of_the_bound(sampler, tampered):
+    def turned(tensors):
+        changed = dict(tensors)
+        for layer in {int(name.split(".layers.")[1].split(".")[0]) for name in tensors if ".experts." in name}:
+            names = [of_expert(tensors, expert, layer) for expert in range(4)]
+            for here, there in zip(names, names[1:] + names[:1], strict=True):
+                changed |= {a: tensors[b] for a, b in zip(here, there, strict=True)}
+        return changed
+
+    def differences() -> tuple[float, float]:
+        sequences, sampled = sampler.logps(rows_to_check(sampler, 300, 600), 4)
+        reference = Reference(sampler)
+        expected = reference.logps(sequences)
+        return mean_difference(sampled, expected), mean_difference(reference.logps(sequences, jitter=True), expected)
+
+    right, explained = differences()
+    assert right < 4 * explained
+    tampered(turned)
+    wrong, _ = differences()
+    assert wrong > 16 * explained
+
+
+def test_a_reload_packs_experts_again(sampler, monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("a GPU packs nothing")
+    right = greedy(sampler.llm)
+    with monkeypatch.context() as patched:
+        patched.setattr(worker, "repack_experts", lambda model: None)
+        sampler.sync()
+        assert greedy(sampler.llm) != right
+        assert "mlp.experts" in sampler.differing_weight()
+    sampler.sync()
+    assert greedy(sampler.llm) == right
+    sampler.check_sync()
+
+
+def test_experts_that_vllm_pads_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="vLLM pads experts 48 wide to 64"):
+        engine(policy(tmp_path, family="qwen3_moe", moe_intermediate_size=48), "bf16")
+
+
+@pytest.mark.parametrize("peft_config", [None, ATTENTION], ids=["full", "lora"])
+def test_grpo_trains_a_mixture(tmp_path, peft_config):
+    args = config(
+        QuantGRPOConfig,
+        tmp_path / "out",
+        use_vllm=True,
+        vllm_mode="colocate",
+        rollout_precision="bf16",
+        vllm_engine_kwargs=SMALL,
+        vllm_max_model_length=512,
+        max_steps=3,
+        max_completion_length=16,
+        learning_rate=1e-3,
+        sync_check_steps=1,
+    )
+    path = policy(tmp_path / "model", family="qwen3_moe").name_or_path
+    trainer = make(QuantGRPOTrainer, args, model=path, peft_config=peft_config)
+    keep(trainer)
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "sync_check/logp_difference" in entry]
+    assert len(logged) == 3
+    assert all(entry["sync_check/logp_difference"] < entry["sync_check/bound"] for entry in logged)
+    trainer.vllm_generation.sync_weights()
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    assert greedy(trainer.vllm_generation.llm) == greedy(fresh(model, "bf16", tmp_path / "trained"))

@@ -1,0 +1,64 @@
+"""
+Names the tensors of a mixture of experts as a checkpoint on disk does, one expert at a time.
+
+In memory a layer's experts are two tensors, `experts.gate_up_proj` (E, 2 I, H) and `experts.down_proj` (E, H, I). On
+disk each expert has matrices of its own, under names that differ from family to family (`experts.3.gate_proj.weight`,
+`block_sparse_moe.experts.3.w1.weight`), and engines load those. transformers knows how to convert the tensors, but
+copies them. Here it converts small tensors that number the matrices, which tells their names; what is streamed are
+views of the policy's tensors.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from ..models.families import EXPERT_PARTS, ROUTER
+from ..models.linears import is_mixtures
+
+
+class NamesOnDisk:
+    """
+    Names the tensors of one policy; see the module's docstring.
+
+    Parameters:
+        policy ([`~transformers.PreTrainedModel`]): The policy, without wrappers.
+    """
+
+    def __init__(self, policy: PreTrainedModel):
+        self.policy = policy
+        self._numbers: dict[str, dict[str, int]] = {}  # name in memory -> names on disk -> numbers of the matrices
+
+    def stream(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yields `weights`, with those of [`with_buffers`], under their names on disk."""
+        for name, tensor in self.with_buffers(weights):
+            if not is_mixtures(name):
+                yield name, tensor
+                continue
+            parts = EXPERT_PARTS.get(name.rpartition(".")[2], 1)
+            for on_disk, number in self._numbered(name, tensor, parts).items():
+                if tensor.ndim < 3:
+                    yield on_disk, tensor
+                    continue
+                expert, part = divmod(number, parts)
+                yield on_disk, tensor[expert].chunk(parts)[part]
+
+    def with_buffers(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yields `weights`, and after a router's its buffers, such as GLM-4's `e_score_correction_bias`."""
+        for name, tensor in weights:
+            yield name, tensor
+            if ROUTER.fullmatch(name):
+                place = name.removesuffix(".weight")
+                for leaf, buffer in self.policy.get_submodule(place).named_buffers(recurse=False):
+                    yield f"{place}.{leaf}", buffer
+
+    def _numbered(self, name: str, tensor: Tensor, parts: int) -> dict[str, int]:
+        """Returns the numbers of the matrices in a tensor by their names on disk: expert by expert, gate before up."""
+        if name not in self._numbers:
+            experts = len(tensor) if tensor.ndim == 3 else 1
+            numbers = torch.arange(experts * parts).view(experts, parts, 1)
+            found = revert_weight_conversion(self.policy, {name: numbers if tensor.ndim == 3 else numbers[0]})
+            self._numbers[name] = dict(sorted(((n, x.item()) for n, x in found.items()), key=lambda item: item[1]))
+        return self._numbers[name]
