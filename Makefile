@@ -64,9 +64,12 @@ test-isa: $(VENV)/.test
 	  env $$set $(PY) -m pytest -m "(isa or vllm) and not gpu" -n 2 --dist loadfile --no-loadscope-reorder $(TEST_ARGS) || exit 1; \
 	done
 
+# Files with tests marked `gpu`: each worker imports all files that it is given
+GPU_TESTS = $(shell grep -rlE "mark\.gpu|(from|import) interpreter" tests --include="test_*.py")
+
 test-gpu:
-	$(PYTHON) -m pytest -m "gpu and not large" tests -n 12 --dist worksteal $(TEST_ARGS)
-	$(PYTHON) -m pytest -m "gpu and large" tests $(TEST_ARGS)
+	$(PYTHON) -m pytest -m "gpu and not large" $(GPU_TESTS) -n 12 --dist worksteal $(TEST_ARGS)
+	$(PYTHON) -m pytest -m "gpu and large" $(GPU_TESTS) $(TEST_ARGS)
 
 # The site, in `site`. mkdocs reads the package without importing it, so its environment needs no torch.
 docs: .venv-docs/.docs
