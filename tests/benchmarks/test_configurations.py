@@ -87,6 +87,8 @@ def test_a_benchmark_takes_its_settings_from_one_function(configurations, script
     """`make_trainer` names no field that `settings_of` returns, so the two cannot differ."""
     source = (ROOT / f"benchmarks/{script}.py").read_text()
     body = source.partition("def make_trainer(")[2].partition("\n\n\n")[0]
+    if "run_settings(args" in body:  # shared with another trainer
+        body += source.partition("def run_settings(")[2].partition("\n\n\n")[0]
     (name,) = [name for name in configurations.FIGURES if configurations.FIGURES[name].startswith(f"{script}.py")][:1]
     own = {*configurations.configuration(configurations.FIGURES[name])}
     own -= {"model_name_or_path", "dtype", "use_peft", "trainer", "vllm_engine_kwargs"}

@@ -53,6 +53,7 @@ FOREIGN = {
     "trl/generation/vllm_generation.py": "_init_vllm",
     "trl/generation/vllm_client.py": "_post",
     "vllm/_custom_ops.py": "_C _custom_ops",
+    "vllm/distributed/parallel_state.py": "_EP",
     "vllm/model_executor/layers/attention/attention.py": """_k_scale _k_scale_float _q_scale _q_scale_float _v_scale
         _v_scale_float""",
     "vllm/model_executor/kernels/linear/__init__.py": "_POSSIBLE_INT8_KERNELS",

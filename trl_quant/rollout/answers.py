@@ -6,6 +6,7 @@ Wrong tokens or log-probabilities train without an error, on ratios that mean no
 unscored.
 """
 
+from collections.abc import Sequence
 from itertools import chain
 
 import numpy as np
@@ -15,14 +16,31 @@ ROUNDED_ZERO = 1e-3  # largest log-probability, in nats, that counts as a rounde
 ENDED = ("stop", "length", "repetition")  # vLLM's reasons for the end of a completion that is whole
 
 
-def columns(rows: list[list]) -> list[list[np.ndarray]]:
+class Column(Sequence):
     """
-    Gives each value of some rows an axis of its own, as TRL and servers do: the result has the shape (rows, values, 1).
+    Values that each have an axis of their own, as TRL and servers give log-probabilities: shape (values, 1).
 
-    Its last axis is an array, which Python's garbage collector does not count. A list for each of 80,000 tokens sets it
-    off, and beside a vLLM engine it takes half a second.
+    The list of a value is made when it is read, and no longer. Lists of 80,000 tokens, if they stay, set off Python's
+    garbage collection, which takes half a second beside a vLLM engine.
+
+    Parameters:
+        values (`list`): The values.
     """
-    return [list(np.array(row).reshape(-1, 1)) for row in rows]
+
+    def __init__(self, values: list):
+        self.values = values
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, place):
+        return Column(self.values[place]) if isinstance(place, slice) else [self.values[place]]
+
+    def __eq__(self, other) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    def __repr__(self) -> str:
+        return repr(list(self))
 
 
 def fault_of_samples(

@@ -26,7 +26,7 @@ from ..formats import QuantizedTensor
 from ..models.linears import sampled_linears
 from ..noise import noised_norms, norm_noise
 from ..run_spec import EngineSpec
-from .answers import columns, fault_of_samples
+from .answers import Column, fault_of_samples
 from .drift import WeightDrift
 from .engine import Engine, Enough, Request, RolloutNoise, Samples
 from .faults import fault_of
@@ -211,7 +211,7 @@ class RolloutEngine:
             given["processed"] = processed
         with self.generation(), profiler or nullcontext():
             samples = self.sample(requests, **given)
-        logps = None if samples.logps is None else columns(samples.logps)
+        logps = None if samples.logps is None else [*map(Column, samples.logps)]
         asked = {"count": len(requests), "vocabulary": self.vocabulary, "most": most}
         fault = fault_of_samples(samples.token_ids, logps, None, ended=samples.ended, **asked)
         if fault is not None:

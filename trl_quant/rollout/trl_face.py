@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..run_spec import EngineSpec
-from .answers import columns
+from .answers import Column
 from .base import AdaptedEngine, RolloutEngine
 from .engine import Engine, Samples, requests_for
 from .settings import SAMPLING, SamplingSettings
@@ -150,7 +150,7 @@ class QuantGeneration(VLLMGeneration):
         if logps is None:
             logps = [[None] * len(ids) for ids in samples.token_ids]
         self.turns.append(Turn(prompts, logps))
-        return prompts, samples.token_ids, columns(logps), columns(samples.token_ids)
+        return prompts, samples.token_ids, [*map(Column, logps)], [*map(Column, samples.token_ids)]
 
 
 def presented(engine: Engine, spec: EngineSpec, **given: Any) -> QuantGeneration:

@@ -51,6 +51,9 @@ NAMES = {
     "vllm:SamplingParams": """__struct_fields__ detokenize ignore_eos logprobs max_tokens min_tokens prompt_logprobs
         seed skip_reading_prefix_cache temperature""",
     "vllm.sampling_params": "RepetitionDetectionParams StructuredOutputsParams",
+    "vllm.distributed": "parallel_state",
+    "vllm.distributed.parallel_state": """_EP get_world_group init_model_parallel_group
+        model_parallel_is_initialized""",
     "vllm.engine.arg_utils": "AsyncEngineArgs",
     "vllm.model_executor.kernels": "linear",
     "vllm.model_executor.kernels.linear": "_POSSIBLE_INT8_KERNELS",
