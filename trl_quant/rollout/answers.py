@@ -28,13 +28,16 @@ class Column(Sequence):
     """
 
     def __init__(self, values: list):
-        self.values = values
+        self.values = list(values)
 
     def __len__(self) -> int:
         return len(self.values)
 
     def __getitem__(self, place):
         return Column(self.values[place]) if isinstance(place, slice) else [self.values[place]]
+
+    def __setitem__(self, place: int, value: list) -> None:
+        (self.values[place],) = value
 
     def __eq__(self, other) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
