@@ -18,6 +18,7 @@ part. All prompts are in the prefix cache.
 
 import random
 import statistics
+import sys
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from unittest.mock import patch
@@ -27,10 +28,12 @@ from engines import (
     PRECISIONS,
     build,
     engine_options,
+    in_own_process,
     load_tokenizer,
     machine,
     model_directory,
     policy,
+    report,
     save,
     seconds,
     words_of,
@@ -133,14 +136,18 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path, help="directory for a JSON file, compressed, named after the machine")
     args = parser.parse_args()
-    found = measure(args)
+    if args.one:
+        return report(measure(args))
+    found = in_own_process([*sys.argv[1:], "--one", *args.precisions], args.timeout)
+    if "error" in found:
+        raise SystemExit(found["error"])
     save(f"host-{args.sizes[0]}", {"arguments": vars(args), "results": found}, args.output)
     print(f"{machine()}, Qwen2.5 {args.sizes[0]}, {args.precisions[0]}, milliseconds of a decode step")
     print(f"{'without':<10}" + "".join(f"{f'{batch} in flight':>16}{'longer':>8}" for batch in args.batches))
     for part in PARTS:
         row = f"{part if part != 'all' else '-':<10}"
         for batch in args.batches:
-            took, whole = (statistics.median(found[batch][name]) for name in (part, "all"))
+            took, whole = (statistics.median(found[str(batch)][name]) for name in (part, "all"))
             row += f"{1e3 * took / args.new:>16.3f}{took / whole - 1:>8.1%}"
         print(row)
 

@@ -263,7 +263,9 @@ def test_logps_of_samples_are_those_of_one_forward_pass(precision):
 
 @pytest.mark.parametrize("family", MIXTURES)
 def test_noise_goes_on_the_norms_that_feed_routers_and_experts(family):
-    """Each is that of the policy with noise on both norms of a layer: the router sees what the experts see."""
+    """
+    A policy whose norms hold the noise gives the same outputs, since noise reaches a router as it reaches its experts.
+    """
     noisy, policy = mixture(family), mixture(family)
     for name, param in noisy.named_parameters():
         if name.endswith(("input_layernorm.weight", "post_attention_layernorm.weight")):

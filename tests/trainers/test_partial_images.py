@@ -223,6 +223,9 @@ def test_images_inside_prompts_are_refused_with_vllm():
     ):
         check_reads_ahead(args, Dataset.from_list(first))
     check_reads_ahead(args, Dataset.from_list(later))
+    awaiting = [{"role": "user", "content": [{"type": "image"}, {"text": "a"}]}]
+    with pytest.raises(ValueError, match="the first prompt of `train_dataset` holds an image"):
+        check_reads_ahead(args, Dataset.from_list([{"prompt": awaiting}]))
     check_reads_ahead(SimpleNamespace(**vars(args) | {"use_vllm": False}), Dataset.from_list(first))
 
     sampler = SimpleNamespace(reads_images=True)

@@ -209,10 +209,10 @@ def carries_no_images(args, found: str) -> str:
 
 
 def images_of(prompt: str | list[dict]) -> list | None:
-    """Returns the images in a conversation; `None` if it has none."""
+    """Returns the images in a conversation, `None` for a place that awaits one; `None` if it has no images."""
     contents = [] if isinstance(prompt, str) else [message.get("content") for message in prompt]
     parts = [part for content in contents if isinstance(content, list) for part in content]
-    return [part["image"] for part in parts if part["type"] == "image"] or None
+    return [part.get("image") for part in parts if part.get("type") == "image"] or None
 
 
 def check_turns(args, tools, environment_factory) -> None:

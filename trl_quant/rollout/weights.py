@@ -208,8 +208,8 @@ class PolicyWeights:
 
     def linears(self) -> dict[str, LinearLayer]:
         """
-        Returns the quantizable layers in use, by their paths in the unwrapped policy: of an adapted layer the path of
-        the adapter that wraps it, and of all experts of a layer that of the tensor that holds them.
+        Returns the quantizable layers in use, by their paths in the unwrapped policy. The path of an adapted layer is
+        that of the adapter that wraps it. The path of a layer's experts is that of the tensor that holds them all.
         """
         layers = sampled_linears(self.base_model)
         in_use = {place: layer for place, layer in layers.items() if not self._is_adapters(f"{place}.")}
