@@ -99,11 +99,12 @@ def test_many_tokens_do_not_set_off_garbage_collection(tmp_path):
     collections = phases.count("start")
     assert collections <= 3  # of the few objects that each completion has, where 180,000 lists take about 260
     values = [[value for (value,) in row] for row in logps]
-    assert (
-        tokens == ids
-        and values == [[-3.25] * 1000] * 60
-        and torch.equal(torch.tensor(values), torch.tensor(logps)[..., 0])
-    )
+    assert tokens == ids and values == [[-3.25] * 1000] * 60 and type(values[0][0]) is float
+    rows = torch.tensor(logps)  # as of lists
+    assert rows.shape == (60, 1000, 1) and rows.dtype == torch.float32 and (rows == -3.25).all()
+    assert logps[0][1:3] == [[-3.25], [-3.25]] != logps[0][1:4]
+    logps[0][1] = [None]
+    assert logps[0][:3] == [[-3.25], [None], [-3.25]] and generation.turns[-1].logps[0][1] == -3.25
     assert [[token for (token,) in row] for row in of_tokens] == ids
 
 
