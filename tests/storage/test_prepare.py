@@ -12,7 +12,7 @@ import torch
 from huggingface_hub.utils import filter_repo_objects
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from tiny import MIXTURES, gpt2, save_tiny, tiny_model, tiny_tokenizer
+from tiny import gpt2, save_tiny, tiny_model, tiny_tokenizer
 from training import config, make
 from transformers import (
     AutoModelForCausalLM,
@@ -97,14 +97,6 @@ def test_what_is_no_checkpoint(tmp_path):
     assert f"`source`='{tmp_path / 'nowhere'}' is neither a directory here" in refused
 
 
-@pytest.mark.parametrize("family", MIXTURES)
-def test_mixtures_of_experts_are_refused(family, tmp_path):
-    tiny_model(family).save_pretrained(tmp_path / "moe")
-    assert "mixture-of-experts models cannot be quantized" in refusal(tmp_path / "moe", tmp_path / "int8")
-    with pytest.raises(ValueError, match="mixture-of-experts"):
-        quantize_checkpoint(tmp_path / "moe", tmp_path / "int8", "int8")
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -114,20 +106,19 @@ def test_mixtures_of_experts_are_refused(family, tmp_path):
         "model.layers.0.feed_forward.router",
         "transformer.blocks.0.ffn.router.layer",
         "model.layers.0.block_sparse_moe.gate",
-        "model.layers.0.block_sparse_moe.experts.3.w1",
-        "model.layers.0.mlp.experts.0.down_proj",
     ],
 )
-def test_routers_and_experts_are_never_quantized(name):
-    """No stream takes one, be it to a checkpoint or an engine, unless it is told to leave it."""
+def test_routers_are_never_quantized(name):
+    """No stream takes one, be it to a checkpoint or an engine."""
     weight = torch.ones(128, 128)
-    with pytest.raises(ValueError, match=f"{name}.weight: a router or an expert"):
-        list(checkpoint_stream([(f"{name}.weight", weight)], "int8"))
-    ((_, left),) = checkpoint_stream([(f"{name}.weight", weight)], "int8", ignore=[name])
+    ((_, left),) = checkpoint_stream([(f"{name}.weight", weight)], "int8")
     assert left is weight
 
 
-@pytest.mark.parametrize("name", ["mlp.gate_proj", "mlp.gate_up_proj", "self_attn.gate_proj", "mlp.experts_proj"])
+@pytest.mark.parametrize(
+    "name",
+    ["block_sparse_moe.experts.3.w1", "mlp.gate_proj", "mlp.gate_up_proj", "self_attn.gate_proj", "mlp.experts_proj"],
+)
 def test_other_gates_are_quantized(name):
     stream = dict(checkpoint_stream([(f"model.layers.0.{name}.weight", torch.ones(128, 128))], "int8"))
     assert stream[f"model.layers.0.{name}.weight"].dtype == torch.int8

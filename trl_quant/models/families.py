@@ -90,7 +90,7 @@ FAMILIES = {
     # Mixtures of experts
     "qwen2_moe": Family(**_MIXTURE),
     "qwen3_moe": Family(**_MIXTURE),
-    "mixtral": Family(**_MIXTURE),
+    "mixtral": Family(fused=(*Family().fused, ("w1", "w3")), **_MIXTURE),  # its experts' gate and up on disk
     "glm4_moe": Family(**_MIXTURE),
     # Known by their classes alone
     "arcee": Family(norm="ArceeRMSNorm"),

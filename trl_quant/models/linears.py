@@ -5,8 +5,8 @@ of experts keep their type: a quantized router would send tokens to other expert
 
 | question | answer | asked by |
 |---|---|---|
-| Which layers of this model, experts included? | [`sampled_linears`] | the embedded engine, the drift metrics |
-| Which layers of this dense model? | [`dense_linears`] | vLLM's engines, training in low precision, checkpoints |
+| Which layers of this model, experts included? | [`sampled_linears`] | embedded engine, drift metrics, checkpoints |
+| Which layers of this dense model? | [`dense_linears`] | vLLM's engines, training in low precision |
 | Which linear layers stay unquantized? | [`unquantized_linears`] | engines, `trl-quant prepare` and `export` |
 | Is this tensor of a checkpoint or a stream one? | [`is_quantizable`] | readers and writers of checkpoints |
 | Which layers does an engine fuse with this one? | [`fused_with`], [`FusedGroups`] | code that keeps them together |
@@ -166,7 +166,7 @@ def _feeding_norm(family: Family | None, name: str) -> str | None:
 def is_quantizable(name: str, tensor: Tensor, ignore: Iterable[str] = HEAD) -> bool:
     """
     Whether the tensor `name` is the weight of a linear layer to quantize: a floating-point matrix called `*.weight`
-    that is not an embedding and whose module is not in `ignore`.
+    that is neither an embedding nor a router and whose module is not in `ignore`.
 
     Args:
         name (`str`): The tensor's name.
@@ -176,7 +176,9 @@ def is_quantizable(name: str, tensor: Tensor, ignore: Iterable[str] = HEAD) -> b
             [`unquantized_linears`].
     """
     module, _, kind = name.rpartition(".")
-    if kind != "weight" or tensor.ndim != 2 or not tensor.is_floating_point() or EMBEDDING.fullmatch(name):
+    if kind != "weight" or tensor.ndim != 2 or not tensor.is_floating_point():
+        return False
+    if EMBEDDING.fullmatch(name) or ROUTER.fullmatch(name):
         return False
     for ignored in ignore:
         if ignored.startswith("re:"):
@@ -196,7 +198,7 @@ def is_mixtures(name: str) -> bool:
 def refuse_mixture(name: str) -> None:
     """Raises `ValueError` for a tensor of a mixture of experts."""
     if is_mixtures(name):
-        raise ValueError(f"{name}: a router or an expert; mixture-of-experts models cannot be quantized or scaled yet.")
+        raise ValueError(f"{name}: a router or an expert; mixture-of-experts models cannot be quantized here yet.")
 
 
 # Fused layers

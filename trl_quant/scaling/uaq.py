@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from ..models.families import family_of
-from ..models.linears import refuse_mixture
 from ..models.names import clean_name
 from ..models.norms import feeding_norms
 
@@ -90,7 +89,7 @@ def scalings(model_type: str, names: Iterable[str], scale: float) -> dict[str, C
 
     Args:
         model_type (`str`): `model_type` of the text model's config.
-        names (`Iterable[str]`): Names of all parameters.
+        names (`Iterable[str]`): Names of all parameters, as the model has them in memory.
         scale (`float`): Factor `s`, within [`SCALES`].
 
     Returns:
@@ -98,17 +97,16 @@ def scalings(model_type: str, names: Iterable[str], scale: float) -> dict[str, C
         same shape and type.
 
     Raises:
-        `ValueError`: for a scale outside [`SCALES`], for a mixture of experts (its checkpoint has other names than the
-            model), or as in [`~models.norms.feeding_norms`].
+        `ValueError`: for a scale outside [`SCALES`], or as in [`~models.norms.feeding_norms`].
     """
     check_scale(scale)
-    offset = family_of(model_type).offset
+    offset, names = family_of(model_type).offset, set(names)
     found: dict[str, Callable[[Tensor], Tensor]] = {}
     for norm, linears in feeding_norms(model_type, names).items():
-        for linear in linears:
-            refuse_mixture(f"{linear}.weight")
         found[norm] = lambda w: _scaled_gain(w, scale, offset)
-        found |= {f"{linear}.weight": lambda w: _scaled_input(w, scale) for linear in linears}
+        for linear in linears:
+            name = linear if linear in names else f"{linear}.weight"  # one tensor holds all experts
+            found[name] = lambda w: _scaled_input(w, scale)
     return found
 
 

@@ -8,7 +8,7 @@ checkpoint is therefore an ordinary 16-bit checkpoint, which computes the same f
 rounded to nearest like any other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..formats import FORMATS
+from ..models.families import EXPERT
 from ..reading import reading
 from .files import read_config
 from .layout import quantization_config, rewrite_checkpoint, storable
@@ -29,11 +30,16 @@ BOUNDS = {torch.float32: 1e-3}
 BOUND_16_BITS = 0.1
 
 
-def check_awq(format: str) -> None:
-    """Raises `ValueError` for a format that quantizes inputs too, and `ImportError` if llmcompressor is missing."""
+def check_awq(format: str, layers: Iterable[str]) -> None:
+    """
+    Raises `ValueError` for a format that quantizes inputs too, or if experts are among the `layers` to quantize, and
+    `ImportError` if llmcompressor is missing.
+    """
     allowed = [name for name in storable() if FORMATS[name].activations is None]
     if format not in allowed:
         raise ValueError(f"`--awq` is for weight-only formats, not {format!r}; allowed: {', '.join(allowed)}.")
+    if any(EXPERT.fullmatch(name) for name in layers):
+        raise ValueError("`--awq` scales linear layers, and not the experts of a mixture. Leave it out.")
     try:
         import llmcompressor  # noqa: F401
     except ImportError as error:

@@ -19,8 +19,9 @@ from pathlib import Path
 import torch
 
 from ..formats import FORMATS
-from ..models.linears import fused_layer
+from ..models.linears import fused_layer, is_mixtures
 from ..precisions import frozen_bases
+from ..rollout.experts import NamesOnDisk
 from ..scaling import scalings
 from .adapter import CONFIG, Adapter, load_adapter, read_adapter_config
 from .card import describe, write_card
@@ -218,7 +219,7 @@ def _find_policy(options: ExportOptions) -> tuple[ExportOptions, Policy]:
     if options.base_format is None and path is not None and stored is None:
         options = replace(options, base_format=_base_format(state.get("settings", {})))
     if stored is None and (options.format != "none" or options.base_format is not None):
-        source.layers()  # raises if a layer cannot be quantized
+        source.layers(None if options.format == "none" else options.format)  # raises if one cannot be quantized
     adapter = None if path is None else load_adapter(path, skeleton)
     if adapter is not None:
         adapter.check(heads, stored is not None)
@@ -245,7 +246,7 @@ def _steps(options: ExportOptions, policy: Policy, device: str) -> Steps:
     if policy.adapter is not None and options.format != "none":
         base.append(rounded_first(dict, policy.dtype, policy.ignore))  # merging keeps this type
     if policy.uaq_scale is not None:
-        unscale.append(_unscaled(policy.model_type, _dense_names(policy.heads), policy.uaq_scale))
+        unscale.append(_unscaled(policy, _dense_names(policy.heads), policy.uaq_scale))
     if options.format != "none":
         store.append(quantized(options.format, policy.ignore, **quantizers))
     return Steps(base, unscale, store)
@@ -341,9 +342,14 @@ def _dense_names(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(name.removesuffix("_packed") for name in names))
 
 
-def _unscaled(model_type: str, names: list[str], scale: float) -> Transform:
-    """Returns a transform that undoes UAQ."""
-    undo: dict[str, Callable] = scalings(model_type, names, 1 / scale)
+def _unscaled(policy: Policy, names: list[str], scale: float) -> Transform:
+    """Returns a transform that undoes UAQ. Routers and experts have names of their own in memory, unlike `names`."""
+    skeleton = policy.source.skeleton()
+    routed = {name: param for name, param in skeleton.named_parameters() if is_mixtures(name)}
+    undo: dict[str, Callable] = scalings(policy.model_type, [*names, *routed], 1 / scale)
+    for name in routed.keys() & undo.keys():
+        unscale = undo.pop(name)
+        undo |= {on_disk: unscale for on_disk, _ in NamesOnDisk(skeleton).stream([(name, routed[name])])}
     return lambda tensors: {name: undo[name](tensor) if name in undo else tensor for name, tensor in tensors.items()}
 
 

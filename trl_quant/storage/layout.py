@@ -14,6 +14,7 @@ compressed-tensors' checkpoint layout: the tensors that store a quantized weight
 | mxfp4      | `x.weight_packed` uint8 (out, in / 2), `x.weight_scale` uint8 (out, in / 32)            |
 
 Scales listed without a dtype have the weight's dtype. nf4 has no such layout: bitsandbytes quantizes at load time.
+Experts are stored like linear layers, each under its name on disk; [`check_stored`] says in which formats.
 
 [`checkpoint_stream`] feeds a running engine one tensor at a time. NVFP4 is the exception: layers that an engine fuses
 share a global scale, so the stream holds them back until the last one arrives. [`rewrite_checkpoint`] changes a
@@ -31,8 +32,8 @@ from torch import Tensor
 from ..formats import FORMATS, Format, QuantizedTensor, quantize
 from ..formats.common import Parts
 from ..formats.nvfp4 import global_scale
-from ..models.families import HEAD
-from ..models.linears import FusedGroups, fused_layer, is_quantizable, refuse_mixture
+from ..models.families import EXPERT, HEAD, families_with
+from ..models.linears import FusedGroups, fused_layer, fused_with, is_mixtures, is_quantizable
 from .files import (
     CODE,
     FILES,
@@ -58,6 +59,7 @@ __all__ = [
     "LAYOUT_VERSION",
     "check_files",
     "check_groups",
+    "check_stored",
     "check_target",
     "checkpoint_stream",
     "checkpoint_tensors",
@@ -141,6 +143,29 @@ def check_groups(name: str, inputs: int, format: str) -> None:
         raise ValueError(f"{name}: {inputs} inputs, but {format!r} is stored for multiples of {group} only.")
 
 
+def check_stored(name: str, shape: tuple[int, ...], format: str) -> None:
+    """
+    Raises `ValueError` if the weight `name` of `shape` (out, in) cannot be stored in `format`, or if it is an expert's
+    and no loader multiplies with it as the format says.
+    """
+    check_groups(name, shape[-1], format)
+    if EXPERT.fullmatch(name) is None:
+        return
+    layout = _layout(format)
+    if layout.activations == "tensor":
+        others = [other for other in storable() if FORMATS[other].activations != "tensor"]
+        raise ValueError(
+            f"{name}: {format!r} stores no experts, because vLLM has no kernel that multiplies them with inputs of one "
+            f"scale. Allowed: {', '.join(others)}."
+        )
+    rows = layout.scheme.weights.get("block_structure", (1,))[0]
+    if shape[0] % rows and len(fused_with(name.removesuffix(".weight"))) > 1:
+        raise ValueError(
+            f"{name}: an expert's gate and up of {shape[0]} rows each are one matrix in an engine, and {format!r} "
+            f"stores that in blocks of {rows} rows, one of which would have rows of both."
+        )
+
+
 def checkpoint_tensors(name: str, q: QuantizedTensor) -> dict[str, Tensor]:
     """
     Returns the tensors that store one quantized weight, by name.
@@ -158,7 +183,7 @@ def checkpoint_tensors(name: str, q: QuantizedTensor) -> dict[str, Tensor]:
         raise ValueError(
             f"name: {name!r} with shape {tuple(q.shape)}; only a matrix called '*.weight' has this layout."
         )
-    check_groups(name, q.shape[-1], q.format)
+    check_stored(name, q.shape, q.format)
     stored = layout.stored(Parts(q.values, q.scale, q.global_scale), q.shape)
     return {f"{name}{suffix}": tensor for suffix, tensor in stored.items()}
 
@@ -185,8 +210,7 @@ def checkpoint_stream(
         shared_scale (`Callable`, *optional*): [`global_scale`] or a function with its signature, for nvfp4.
 
     Raises:
-        ValueError: As in [`quantize`] and [`checkpoint_tensors`], with the tensor's name, or the tensor belongs to a
-        mixture of experts.
+        ValueError: As in [`quantize`] and [`checkpoint_tensors`], with the tensor's name.
     """
     shares_scale = _layout(format).shares_scale
     ignore, groups = tuple(ignore), FusedGroups()
@@ -205,7 +229,6 @@ def checkpoint_stream(
         if not is_quantizable(name, tensor, ignore):
             yield name, tensor
             continue
-        refuse_mixture(name)
         layer = name.removesuffix(".weight")
         yield from stored(groups.add(layer, tensor) if shares_scale else {layer: tensor})
     for group in groups.rest():
@@ -378,7 +401,7 @@ def quantize_checkpoint(
     ignore = tuple(ignore)
     scheme = quantization_config(format, ignore)
     check_target(target)
-    linear_layers(source, ignore)
+    linear_layers(source, ignore, format)
     config = read_config(Path(source)) | {"quantization_config": scheme}
     settings = {"source": fingerprint(source), "scheme": scheme, "max_shard_bytes": max_shard_bytes, "code": with_code}
     transform = quantized(format, ignore, quantizer=quantizer, shared_scale=shared_scale)
@@ -387,29 +410,40 @@ def quantize_checkpoint(
     return Path(target)
 
 
-def linear_layers(source: str | Path, ignore: Iterable[str] = HEAD) -> tuple[list[str], list[str]]:
+def linear_layers(
+    source: str | Path, ignore: Iterable[str] = HEAD, format: str | None = None
+) -> tuple[list[str], list[str]]:
     """
     Returns the names of a checkpoint's linear layers: those that [`quantize_checkpoint`] quantizes, and those in
-    `ignore`. Reads only the headers of the files, which show whether a file is complete.
+    `ignore` and routers. Reads only the headers of the files, which show whether a file is complete.
 
     Raises:
         ValueError: There is no such checkpoint, it is quantized already, a file is incomplete, it is a mixture of
-        experts, or it has nothing to quantize.
+        experts of an unknown family or layout, it has nothing to quantize, or as in [`check_stored`] for `format`.
     """
     source, ignore = Path(source), tuple(ignore)
-    old = read_config(source).get("quantization_config")
+    config = read_config(source)
+    old = config.get("quantization_config")
     if old is not None:
         raise ValueError(
             f"source: {source} is already quantized ({old.get('quant_method')}); give the 16-bit checkpoint."
         )
-    layers, left = [], []
+    known, layers, left = families_with("mixture"), [], []
+    is_known = (config.get("text_config") or config).get("model_type") in known
     for name, stored in read_heads(weight_files(source)).items():
         if name.endswith((".weight_packed", ".weight_scale")):
             raise ValueError(f"source: {stored.file.name} holds {name}, so it is already quantized.")
+        is_matrix = name.endswith(".weight") and len(stored.shape) == 2
+        if is_mixtures(name) and not (is_known and (is_matrix or len(stored.shape) < 2)):
+            raise ValueError(
+                f"source: {name} belongs to a mixture of experts, and only those of {', '.join(known)} can be "
+                "quantized, with each expert's matrices by themselves, as `save_pretrained` writes them."
+            )
         if is_quantizable(name, stored.like, ignore):
-            refuse_mixture(name)
+            if format is not None:
+                check_stored(name, stored.shape, format)
             layers.append(name.removesuffix(".weight"))
-        elif is_quantizable(name, stored.like, ()):
+        elif is_quantizable(name, stored.like, ()) or (is_matrix and is_mixtures(name)):
             left.append(name.removesuffix(".weight"))
     if not layers:
         raise ValueError(f"source: {source} has no linear layers to quantize (left as they are: {left or 'none'}).")

@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..formats import fake_quantize_activation
-from ..models.linears import fused_layer
+from ..layers import EngineExperts, EngineWeight
+from ..models.linears import fused_layer, is_mixtures, linears
 from ..reading import reading
+from ..rollout.experts import NamesOnDisk
 from .files import read_heads, read_tensors, weight_files
 from .layout import read_quantized
 
@@ -62,13 +64,13 @@ def perplexity(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> fl
 def become_quantized(model: PreTrainedModel, checkpoint: Path, format: str) -> None:
     """
     Loads the weights of a quantized checkpoint into a model, dequantized to the model's type, and rounds the inputs of
-    its linear layers if the format does.
+    its linear layers and experts if the format does.
 
     Raises:
         ValueError: The model has other names for the checkpoint's tensors.
     """
     heads = read_heads(weight_files(checkpoint))
-    own = dict(model.named_parameters(remove_duplicate=False))
+    own = dict(NamesOnDisk(model).stream(model.named_parameters(remove_duplicate=False)))
     units: dict[str, list[str]] = {}
     for name in heads:
         units.setdefault(fused_layer(name), []).append(name)
@@ -83,6 +85,16 @@ def become_quantized(model: PreTrainedModel, checkpoint: Path, format: str) -> N
         for name, tensor in (weights | others).items():
             own[name].copy_(tensor)
         for layer in layers:
-            model.get_submodule(layer).register_forward_pre_hook(
-                lambda _, inputs: (fake_quantize_activation(inputs[0], format, check=False), *inputs[1:])
-            )
+            if not is_mixtures(f"{layer}.weight"):
+                model.get_submodule(layer).register_forward_pre_hook(
+                    lambda _, inputs: (fake_quantize_activation(inputs[0], format, check=False), *inputs[1:])
+                )
+    experts = {place: layer for place, layer in linears(model).items() if layer.holds_experts}
+    if experts:
+        model.set_experts_implementation("eager")  # transformers' loop over experts; see `EngineExperts`
+    for place, layer in experts.items():
+        parent, _, leaf = place.rpartition(".")
+        held = EngineExperts(layer.shape, format, model.dtype)
+        held.weight = EngineWeight(model.get_parameter(place).data)
+        delattr(model.get_submodule(parent), leaf)
+        setattr(model.get_submodule(parent), leaf, held)

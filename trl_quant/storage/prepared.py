@@ -63,14 +63,14 @@ class PrepareOptions:
 def prepare(options: PrepareOptions) -> list[str]:
     """Quantizes a checkpoint, one fused layer at a time, and returns lines of text that report it."""
     _check(options)
-    if options.awq:
-        check_awq(options.format)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     trust, target = options.trust_remote_code, Path(options.output)
     check_target(target)
     source = find_source(options.model, options.revision, trust)
     ignore = source.ignored()
-    chosen, left = source.layers()
+    chosen, left = source.layers(options.format)
+    if options.awq:
+        check_awq(options.format, chosen)
     calibration, measured, tokenizer = _sequences(options, source)
     scheme = quantization_config(options.format, ignore)
     settings = {"source": fingerprint(source.path), "scheme": scheme, "code": trust, "calibration": None}

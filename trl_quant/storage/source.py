@@ -7,8 +7,10 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from ..models.linears import dense_linears, unquantized_linears
+from ..models.families import ROUTER
+from ..models.linears import sampled_linears, unquantized_linears
 from ..reading import reading
+from ..rollout.experts import NamesOnDisk
 from .files import Stored, check_links, read_config, read_heads, weight_files
 from .identity import MODEL_FILES
 from .layout import CODE, FILES, INDEX, linear_layers
@@ -48,20 +50,23 @@ class Source:
         return skeleton_of(self.path, self.trust)
 
     def ignored(self) -> list[str]:
-        """Returns the names of the linear layers outside the decoder, which are never quantized."""
-        return unquantized_linears(self.skeleton())
+        """Returns the names of the linear layers outside the decoder and of routers, which are never quantized."""
+        routers = [name.removesuffix(".weight") for name in self.heads if ROUTER.fullmatch(name)]
+        return list(dict.fromkeys([*unquantized_linears(self.skeleton()), *routers]))
 
-    def layers(self) -> tuple[list[str], list[str]]:
+    def layers(self, format: str | None = None) -> tuple[list[str], list[str]]:
         """
-        Returns the names of the linear layers to quantize, and of the others.
+        Returns the names on disk of the linear layers to quantize to `format`, experts' among them, and of the others.
 
         Raises:
-            ValueError: A layer to quantize is not a linear layer of the decoder, or as in
-            [`~storage.layout.linear_layers`].
+            ValueError: A layer to quantize is not a linear layer of the decoder, its experts cannot be quantized, or as
+            in [`~storage.layout.linear_layers`].
         """
         policy = self.skeleton()
-        decoder = {layer.name for layer in dense_linears(policy).values()}
-        chosen, left = linear_layers(self.path, unquantized_linears(policy))
+        found = sampled_linears(policy).values()
+        tensors = ((layer.weight, torch.empty(layer.shape, device="meta")) for layer in found)
+        decoder = {name.removesuffix(".weight") for name, _ in NamesOnDisk(policy).stream(tensors)}
+        chosen, left = linear_layers(self.path, self.ignored(), format)
         outside = [name for name in chosen if name not in decoder]
         if outside:
             raise ValueError(
