@@ -1,0 +1,79 @@
+"""
+What `trl-quant prepare` writes of mixtures of experts, in plain vLLM on a GPU.
+
+    python3 -m pytest -m gpu -s tests/gpu/test_experts_files_gpu.py
+
+Each checkpoint is loaded by vLLM alone, and its log-probabilities of given texts are compared with those of
+transformers' model with the stored weights and rounded inputs. A copy of the file in which two experts of each layer
+are exchanged must be far from that.
+"""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import MIXTURES
+
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+from vllm import LLM, SamplingParams
+from vllm_engines import MEMORY, PROMPTS, SMALL, allow_experts, policy
+
+from trl_quant.rollout.vllm.support import supported_precisions
+from trl_quant.storage.layout import storable
+from trl_quant.storage.perplexity import become_quantized
+from trl_quant.storage.prepared import PrepareOptions, prepare
+
+
+pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
+STORED = [format for format in storable() if format != "fp8_tensor"]
+WIDTHS = {"hidden_size": 512, "moe_intermediate_size": 256, "intermediate_size": 512}
+PREPARE = {"revision": None, "trust_remote_code": False, "awq": False, "calibration": None, "perplexity": None}
+PREPARE |= {"calibration_samples": 1, "calibration_length": 2, "perplexity_samples": 0}
+
+
+def scores(path) -> list[torch.Tensor]:
+    """vLLM's log-probabilities of the tokens of each prompt after the first."""
+    llm = LLM(model=str(path), max_model_len=512, max_num_seqs=8, gpu_memory_utilization=MEMORY, **SMALL)
+    asked = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=1.0)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], asked, use_tqdm=False)
+    return [
+        torch.tensor([row[token].logprob for row, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)])
+        for output, prompt in zip(outputs, PROMPTS, strict=True)
+    ]
+
+
+@torch.no_grad()
+def expected(model) -> list[torch.Tensor]:
+    found = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt], device=model.device)
+        logps = model(ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+        found.append(logps.gather(-1, ids[:, 1:, None]).flatten().cpu())
+    return found
+
+
+def apart(found: list[torch.Tensor], others: list[torch.Tensor]) -> float:
+    return (torch.cat(found) - torch.cat(others)).abs().mean().item()
+
+
+@pytest.mark.parametrize("format", STORED)
+@pytest.mark.parametrize("family", MIXTURES)
+def test_plain_vllm_computes_with_the_stored_experts(family, format, tmp_path):
+    if missing := supported_precisions().get(format):  # INT4 is vLLM's own affair: no engine of ours samples in it
+        pytest.skip(missing)
+    widths = {name: size for name, size in WIDTHS.items() if family != "mixtral" or not name.startswith("moe")}
+    allow_experts()
+    model = policy(tmp_path / "bf16", family=family, tied=False, **widths).cuda()
+    path = tmp_path / format
+    prepare(PrepareOptions(model=str(tmp_path / "bf16"), format=format, output=str(path), **PREPARE))
+    become_quantized(model, path, format)
+    right, wanted = scores(path), expected(model)
+    weights = load_file(path / "model.safetensors")
+    swap = {".experts.0.": ".experts.1.", ".experts.1.": ".experts.0."}
+    exchanged = {}
+    for name, tensor in weights.items():
+        found = [part for part in swap if part in name]
+        exchanged[name.replace(found[0], swap[found[0]]) if found else name] = tensor
+    save_file(exchanged, path / "model.safetensors", metadata={"format": "pt"})
+    wrong = scores(path)
+    assert apart(right, wanted) < 0.15 and apart(wrong, wanted) > 3 * apart(right, wanted)
