@@ -37,6 +37,8 @@ class InVLLM:
         kernels (`tuple[str, ...]`):
             Prefixes of the names of the kernels that compute the precision; empty if all kernels do.
         wrong_kernels (`tuple[str, ...]`): Prefixes of the names of kernels that compute something else.
+        experts (`str` or `None`):
+            The class of vLLM that runs a mixture's experts in this precision on a GPU; `None` if none computes it.
         as_given (`dict[str, str]`):
             Environment variables that make vLLM multiply with the codes and scales that it is given. On Hopper it would
             otherwise requantize block-scaled weights for DeepGEMM, with scales that are powers of two.
@@ -53,6 +55,7 @@ class InVLLM:
     fused_scale: bool = False
     kernels: tuple[str, ...] = ()
     wrong_kernels: tuple[str, ...] = ()
+    experts: str | None = None
     as_given: dict[str, str] = field(default_factory=dict)
 
 
@@ -96,7 +99,13 @@ class Precision:
 PRECISIONS: dict[str, Precision] = {
     "bf16": Precision(
         "BF16, nothing quantized",
-        vllm=InVLLM(("UnquantizedLinearMethod",), capability=(8, 0), needs="BF16 arithmetic", cpu=True),
+        vllm=InVLLM(
+            ("UnquantizedLinearMethod",),
+            capability=(8, 0),
+            needs="BF16 arithmetic",
+            cpu=True,
+            experts="UnquantizedFusedMoEMethod",
+        ),
         mismatch=4.5e-7,
     ),
     "int8": Precision(
@@ -109,6 +118,7 @@ PRECISIONS: dict[str, Precision] = {
             below=(10, 0),
             cpu=True,
             inputs={"cuda": "int8", "cpu": "int8"},
+            experts="CompressedTensorsW8A8Int8MoEMethod",
         ),
         unified=True,
         exact=True,
@@ -126,6 +136,7 @@ PRECISIONS: dict[str, Precision] = {
             online="fp8_per_block",
             fused_scale=True,
             wrong_kernels=("Marlin",),
+            experts="CompressedTensorsW8A8Fp8MoEMethod",
             as_given={"VLLM_USE_DEEP_GEMM_E8M0": "0"},
         ),
         unified=True,
@@ -141,6 +152,7 @@ PRECISIONS: dict[str, Precision] = {
             inputs={"cuda": "fp8"},
             online="fp8_per_channel",
             wrong_kernels=("Marlin",),
+            experts="CompressedTensorsW8A8Fp8MoEMethod",
         ),
         unified=True,
         mismatch=4.5e-4,
@@ -167,6 +179,7 @@ PRECISIONS: dict[str, Precision] = {
             **MARLIN_GPU,
             fused_scale=True,
             kernels=WEIGHT_ONLY_KERNELS,
+            experts="CompressedTensorsW4A4Nvfp4MoEMethod",
         ),
         frozen_base=True,
         qat=True,
@@ -176,7 +189,12 @@ PRECISIONS: dict[str, Precision] = {
     "mxfp4": Precision(
         "weights per 32 inputs, inputs in BF16",
         format="mxfp4",
-        vllm=InVLLM(("CompressedTensorsW4A4Mxfp4",), **MARLIN_GPU, kernels=WEIGHT_ONLY_KERNELS),
+        vllm=InVLLM(
+            ("CompressedTensorsW4A4Mxfp4",),
+            **MARLIN_GPU,
+            kernels=WEIGHT_ONLY_KERNELS,
+            experts="CompressedTensorsW4A4Mxfp4MoEMethod",
+        ),
         frozen_base=True,
         qat=True,
         mismatch=2.0e-3,
@@ -187,6 +205,11 @@ PRECISIONS: dict[str, Precision] = {
 def in_vllm() -> dict[str, InVLLM]:
     """Returns precision -> how vLLM runs it, for the precisions that vLLM has, in the order of the table."""
     return {name: precision.vllm for name, precision in PRECISIONS.items() if precision.vllm is not None}
+
+
+def with_experts() -> list[str]:
+    """Returns the precisions in which vLLM runs a mixture's experts on a GPU."""
+    return [name for name, vllm in in_vllm().items() if vllm.experts is not None]
 
 
 def train_precisions() -> list[str]:

@@ -117,6 +117,7 @@ FUSED = tuple(dict.fromkeys(group for family in FAMILIES.values() for group in f
 
 # Names that transformers' families share: of tensors, and of the config's field that counts a router's experts
 ROUTER = re.compile(r"(.*\.)?(gate|shared_expert_gate|\w*router(\.\w+)?)\.weight")
+ROUTERS = "re:" + ROUTER.pattern.removesuffix(r"\.weight") + "$"  # as a pattern of modules, among layers to ignore
 EXPERT = re.compile(r"(.*\.)?experts(\.\w+)+")
 # Tensors that hold all experts of a layer -> how many matrices of an expert each joins, one below the other
 EXPERT_PARTS = {"gate_up_proj": 2, "down_proj": 1}

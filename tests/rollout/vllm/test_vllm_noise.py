@@ -5,6 +5,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 from noise_arrival import SIGMAS, arrival, arrivals, sampler_of
+from tiny import MIXTURES
 
 from trl_quant.rollout import RolloutNoise
 
@@ -22,6 +23,16 @@ def test_noise_arrives(tmp_path, family):
         assert 0.7 < slope < 1.3
     sampler.sync()
     assert sampler.effective_sigma == 0
+    sampler.check_sync()
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_noise_arrives_in_mixtures(tmp_path, family):
+    """Strong noise: what BF16 rounds sends some tokens to other experts, which hides the answer to weak noise."""
+    effective, slope, sampler = arrival(tmp_path, "bf16", True, 3e-2, "cpu", family=family, tied=False)
+    assert effective == pytest.approx(3e-2, rel=0.05) and 0.8 < slope < 1.2
+    sampler.lay_noise(RolloutNoise(SIGMAS[-1], 3, 7))
+    assert sampler.effective_sigma == pytest.approx(SIGMAS[-1], rel=0.05)
     sampler.check_sync()
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from transformers import AutoConfig
 
 from ...models.positions import LONGROPE, switching, why_vllm_differs
-from ...precisions import in_vllm
+from ...precisions import in_vllm, with_experts
 from ...reading import reading
 from ...rollout.sampling_options import biasing_options, not_taken
 from ...rollout.verify.kv_cache import CACHE_FORMATS, UNQUANTIZED
@@ -13,6 +13,7 @@ from ...rollout.vllm.support import (
     RESERVED,
     SET_BY_TRL,
     check_architecture,
+    check_experts_here,
     check_head_size,
     differences,
     engine_arguments,
@@ -28,7 +29,6 @@ from .sampler import given_options
 MODEL_IMPLS = ("vllm", "transformers", "auto")
 COLOCATED_FIELDS = ("vllm_engine_kwargs", "vllm_sleep_level", "lora_sync")  # they act only on a colocated engine
 BESIDE_DRAFTS = ("temperature", "top_p", "top_k")  # options that the check of speculative decoding computes
-EXPERTS_IN = "bf16"  # the precision in which vLLM samples from mixtures of experts
 OF_EXPERTS = ("enable_expert_parallel", "enable_eplb", "enable_return_routed_experts", "moe_backend", "kernel_config")
 SAVE = (  # what to do about a policy on which vLLM cannot start
     "Save the model, without adapters, and its tokenizer, and name the directory in "
@@ -173,8 +173,6 @@ ARGUMENTS = (
 # Fields that may not stand beside a mixture of experts in vLLM, where they have a value that no test has shown there
 BESIDE_EXPERTS = {
     "vllm_mode": (lambda run: run.spec.source == "server", "Use 'colocate'"),
-    "lora_sync": (lambda run: run.spec.sampler.lora_sync == "adapter", "Use 'merge'"),
-    "noise_schedule": (lambda run: run.args.noise_schedule is not None, "Leave it unset"),
     "vllm_tensor_parallel_size": (lambda run: run.args.vllm_tensor_parallel_size > 1, "Set it to 1"),
     "vllm_model_impl": (lambda run: run.args.vllm_model_impl == "transformers", "Use 'vllm'"),
     "vllm_engine_kwargs": (lambda run: _of_experts(run), "Leave {found} out"),
@@ -262,11 +260,16 @@ RULES = (
     ),
     Rule(
         ("rollout_precision", "use_vllm"),
-        when=lambda run: _samples_experts(run) and run.spec.sampled_in != EXPERTS_IN and run.experts,
+        when=lambda run: _samples_experts(run) and run.spec.sampled_in not in with_experts() and run.experts,
         message="`rollout_precision`={args.rollout_precision!r} with `use_vllm=True`, but the policy is a mixture of "
-        f"{{found}} experts, which vLLM was shown to sample right in {EXPERTS_IN!r} alone: a CPU without AMX has no "
-        f"kernel for others, and on a GPU they were not checked. Use {EXPERTS_IN!r}, or `use_vllm=False`, with which "
-        "the embedded engine computes any precision.",
+        "{found} experts, and vLLM has no kernel that multiplies experts as this precision says. Use one of "
+        f"{', '.join(map(repr, with_experts()))}, or `use_vllm=False`, with which the embedded engine computes any.",
+        needs="model",
+    ),
+    Rule(
+        ("rollout_precision", "use_vllm"),
+        when=lambda run: _samples_experts(run) and refusal(check_experts_here, run.spec.sampled_in),
+        message="{found}",
         needs="model",
     ),
     *(

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ...formats import QuantizedTensor
+from ...models.families import ROUTERS, number_of_experts
 from ...models.linears import sampled_linears, unquantized_linears
 from ...precisions import PRECISIONS
 from ...run_spec import EngineSpec
@@ -24,7 +25,7 @@ from ..experts import NamesOnDisk
 from ..tensors import ties_embeddings
 from ..verify.kv_cache import UNQUANTIZED, KVCache
 from .speculation import Drafts
-from .support import compute_as_vllm
+from .support import check_experts_here, compute_as_vllm
 
 
 class VLLMBase(RolloutEngine):
@@ -40,6 +41,7 @@ class VLLMBase(RolloutEngine):
         sleep_level (`int`): vLLM's sleep level between generations; 0 if it stays awake.
         checkpoint_dtype (`torch.dtype` or `None`): Type of the weights that the engine starts on, if it is known.
         ignore (`list[str]`): Names of the policy's linear layers that are not quantized.
+        has_experts (`bool`): Whether the policy is a mixture of experts.
         travels_quantized (`bool`): Whether a sync sends codes and scales instead of BF16 weights.
         names_on_disk ([`~rollout.experts.NamesOnDisk`]): Names the policy's experts as a checkpoint does.
         quantizers (`dict`): The functions that quantize on the engine's device; see [`~storage.layout.quantizers_on`].
@@ -61,7 +63,7 @@ class VLLMBase(RolloutEngine):
         self.sleep_level = EngineSpec.sleep_level
         self.checkpoint_dtype: torch.dtype | None = None
         self.ignore: list[str] = []
-        self.travels_quantized = False
+        self.has_experts = self.travels_quantized = False
         self.quantizers: dict = {}
         self.names_on_disk = NamesOnDisk(self.weights.base_model)
         self.streaming = "the first tensor"
@@ -189,7 +191,13 @@ class VLLMBase(RolloutEngine):
                 "and start from that, or sample with `use_vllm=False`."
             )
         self.ignore = unquantized_linears(policy)
+        self.has_experts = number_of_experts(policy.config.to_dict()) > 1
         self.travels_quantized = prepared or PRECISIONS[self.precision].travels_quantized
+        if self.has_experts:
+            check_experts_here(self.precision)
+            # As codes, which the self-check can compare; vLLM would also quantize routers
+            self.ignore.append(ROUTERS)
+            self.travels_quantized = PRECISIONS[self.precision].format is not None
         self.quantizers = quantizers_on(self.accelerator.device)
 
     def _model_traits(self) -> set:

@@ -128,7 +128,7 @@ class VLLMEngine(VLLMBase):
         logger.info("vLLM samples in %s: %s.", self.precision, kernels)
         biased = [name.removesuffix(".bias") for name in self.weights.parameters() if name.endswith(".bias")]
         self.llm.apply_model(partial(kernel_checks.check_biases, layers=biased))
-        self.llm.apply_model(experts.check_experts)
+        self.llm.apply_model(partial(experts.check_experts, precision=self.precision))
         if self.exact:
             from . import exact
 
@@ -308,10 +308,14 @@ class VLLMEngine(VLLMBase):
     def _send_weights(self) -> None:
         """
         Sends the weights: the first time through vLLM's own reload, and later [`in_place`], if vLLM holds them in the
-        layout in which they are sent.
+        layout in which they are sent. Experts are never reloaded then: afterwards vLLM would read other scales for
+        prompts than in captured graphs.
         """
         from . import in_place, worker
 
+        if self.destinations is None and self.travels_quantized and self.has_experts and not self.on_cpu:
+            shapes = {name: tensor.shape for name, tensor in self.stream(measured=False)}
+            (self.destinations,) = self.llm.apply_model(partial(in_place.destinations, shapes=shapes))
         if self.destinations:
             in_place.write(self.destinations, self.stream())
             return
@@ -348,8 +352,13 @@ class VLLMEngine(VLLMBase):
     def differing_weight(self) -> str | None:
         from . import worker
 
-        dtype = self.llm.llm_engine.vllm_config.model_config.dtype
-        compare = partial(worker.differing_weight, weights=self.unquantized(), dtype=dtype)
+        compare = partial(
+            worker.differing_weight,
+            weights=self.unquantized(),
+            config=self.llm.llm_engine.vllm_config,
+            format=PRECISIONS[self.precision].format,
+            quantizers=self.quantizers,
+        )
         return self.llm.apply_model(compare)[0]
 
     # Noise

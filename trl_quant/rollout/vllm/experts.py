@@ -1,23 +1,44 @@
 """
-Reads and mends the experts and routers of vLLM's mixtures, in BF16.
+Reads and mends the experts and routers of vLLM's mixtures.
 
 vLLM holds the experts of a decoder layer in two tensors, `w13_weight` (E, 2 I, H), gate over up, and `w2_weight`
-(E, H, I). On a CPU its kernel reads them in a packed order, in which each expert is packed by itself.
+(E, H, I), with their scales in `w13_weight_scale` and `w2_weight_scale`. The self-check compares each expert of each
+layer with the policy's, because a text reaches only some of them:
+
+| kernels | hold experts | are compared by |
+|---|---|---|
+| Triton, CUTLASS | as they are loaded | their codes and scales, bit for bit |
+| of a CPU, in BF16 | packed, each expert by itself | the packed weights, bit for bit |
+| Marlin | in an order of its own | one product of each expert |
 """
+
+import re
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 from vllm import _custom_ops as ops
+from vllm.config import VllmConfig
+from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.models.utils import extract_layer_index
 
-from ...models.families import EXPERT, EXPERT_PARTS
+from ...formats import FORMATS, QuantizedTensor
+from ...formats.nvfp4 import global_scale
+from ...models.families import EXPERT_PARTS
 from ...models.names import place_in_layer
-from .adapter import linear_layers
+from ...precisions import PRECISIONS
+from ...storage.layout import checkpoint_tensors
 
 
-HELD_AS = {2: "w13_weight", 1: "w2_weight"}  # how many matrices of an expert a tensor joins -> vLLM's name of it
-READABLE = ("CPU", "TRITON")  # backends that hold experts as they are loaded, or packed as `held_form` packs them
+GATE_UP, DOWN = EXPERT_PARTS  # the policy's names of the two tensors of a layer's experts
+HELD_AS = {GATE_UP: "w13_weight", DOWN: "w2_weight"}  # vLLM's names of them
+PACKED = "CPU"  # backend that packs each expert
+AS_LOADED = ("TRITON", "VLLM_CUTLASS", PACKED)  # backends that hold experts as they are loaded, or as `held_form` says
+REORDERED = ("MARLIN",)  # backends that hold them in an order of their own
+ON_DISK = re.compile(r".*\.layers\.(?P<layer>\d+)\..*\.?(?P<part>experts\.\d+\.\w+\.)(?P<kind>\w+)")
+PRODUCTS_DIFFER = 2**-6  # relative difference of two products. BF16 explains a third of it
 
 
 def expert_layers(model: nn.Module) -> dict[int, nn.Module]:
@@ -30,21 +51,58 @@ def expert_layers(model: nn.Module) -> dict[int, nn.Module]:
     return found
 
 
-def check_experts(model: nn.Module) -> None:
+def backend_of(layer: nn.Module) -> str:
+    """Returns vLLM's name of the kernels that multiply with a layer's experts; "" if it has none."""
+    chosen = (value for name, value in vars(layer.quant_method).items() if name.endswith("_backend"))
+    return next((backend.name for backend in chosen if hasattr(backend, "name")), "")
+
+
+def rows_of_experts(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
     """
-    Raises `ValueError` if the experts of vLLM's model are not unquantized, or held in an order that the self-check
-    cannot read.
+    Returns the parts of vLLM's memory that hold the codes and scales of experts as they are streamed.
+
+    Args:
+        model (`nn.Module`): vLLM's model.
+        names (`Iterable[str]`): Names of tensors on disk, such as `model.layers.0.mlp.experts.3.up_proj.weight_scale`.
+
+    Returns:
+        `dict[str, torch.Tensor]`: name -> view of one expert's rows, (rows, ...). It lacks the names of other tensors,
+        and of experts in an order of the kernel's own.
     """
+    layers = expert_layers(model)
+    mapping = model.get_expert_mapping() if layers else []
+    places = {part: (expert, shard) for _, part, expert, shard in mapping}  # "experts.3.up_proj." -> 3, "w3"
+    found = {}
+    for name in names:
+        match = ON_DISK.fullmatch(name)
+        if match is None or match["part"] not in places or backend_of(layers[int(match["layer"])]) not in AS_LOADED:
+            continue
+        expert, shard = places[match["part"]]
+        held = getattr(layers[int(match["layer"])], f"{'w2' if shard == 'w2' else 'w13'}_{match['kind']}", None)
+        if held is not None:
+            rows = held.data[expert]
+            found[name] = rows if shard == "w2" else rows.chunk(2)[shard == "w3"]
+    return found
+
+
+def check_experts(model: nn.Module, precision: str) -> None:
+    """
+    Raises `ValueError` if vLLM does not compute its model's experts as `precision` says, or holds them in an order that
+    the self-check cannot read.
+    """
+    format = PRECISIONS[precision].format
+    weight_only = format is not None and FORMATS[format].activations is None
+    backends = REORDERED if weight_only else AS_LOADED
     for index, layer in expert_layers(model).items():
-        method = layer.quant_method
-        backend = getattr(getattr(method, "unquantized_backend", None), "name", None)
-        if backend not in READABLE:
+        method, backend = layer.quant_method, backend_of(layer)
+        if type(method).__name__ != PRECISIONS[precision].vllm.experts or backend not in backends:
             raise ValueError(
-                f"The experts of layer {index} run {type(method).__name__} ({backend}), and the self-check reads only "
-                f"those of {' and '.join(READABLE)}. Sample with `use_vllm=False`, or leave `rollout_precision` unset."
+                f"`rollout_precision`={precision!r}: vLLM runs the experts of layer {index} with "
+                f"{type(method).__name__} ({backend or 'no kernel'}), not with {PRECISIONS[precision].vllm.experts} "
+                f"({' or '.join(backends)}). Sample with `use_vllm=False`, or leave `rollout_precision` unset."
             )
         width = method.moe.intermediate_size_per_partition
-        if layer.w2_weight.shape[-1] != width:
+        if backend in AS_LOADED and layer.w2_weight.shape[-1] != width:
             raise ValueError(
                 f"vLLM pads experts {width} wide to {layer.w2_weight.shape[-1]} here, and could not load new weights. "
                 "Sample with `use_vllm=False`."
@@ -54,37 +112,117 @@ def check_experts(model: nn.Module) -> None:
 def repack_experts(model: nn.Module) -> None:
     """Packs experts on a CPU. vLLM packs them at the first load alone, and a reload writes them unpacked."""
     for layer in expert_layers(model).values():
-        if layer.w13_weight.is_cpu:
+        if backend_of(layer) == PACKED:
             layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
 
-def differing_expert_or_router(model: nn.Module, name: str, tensor: Tensor) -> str | None:
+class ExpertsCheck:
     """
-    Compares a tensor of the policy's experts or routers with vLLM's, bit for bit in vLLM's type.
+    Compares the policy's experts and routers with those of vLLM's model.
 
-    Args:
+    Parameters:
         model (`nn.Module`): vLLM's model.
-        name (`str`): The policy's name of the tensor.
-        tensor (`torch.Tensor`): All experts of a layer (E, out, in), or a router's weight (E, in) or bias (E,).
-
-    Returns:
-        `str` or `None`: The name, with the number of the first expert that differs; `None` if all are the same.
+        config (`VllmConfig`): vLLM's configuration.
+        format (`str` or `None`): Key of `FORMATS` in which the engine multiplies; `None` for BF16.
+        quantizer, shared_scale (`Callable`, *optional*): See [`~storage.layout.quantizers_on`].
     """
-    _, index, path = place_in_layer(name)
-    leaf = path.rpartition(".")[2]
-    if not EXPERT.fullmatch(name):
-        return None if _same_router(model, index, path, tensor) else name
-    layer = expert_layers(model)[index]
-    held = getattr(layer, HELD_AS[EXPERT_PARTS[leaf]])
-    for expert, matrix in enumerate(tensor):
-        if not torch.equal(held[expert], held_form(layer, matrix.to(held))):
-            return f"{name}[{expert}]"
-    return None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: VllmConfig,
+        format: str | None,
+        quantizer: Callable[..., QuantizedTensor] | None = None,
+        shared_scale: Callable[..., Tensor] = global_scale,
+    ):
+        self.model, self.config, self.format = model, config, format
+        self.quantizer, self.shared_scale = quantizer, shared_scale
+        self.layers = expert_layers(model)
+        self._waiting: dict[int, tuple[str, Tensor]] = {}  # by layer, the first tensor of its experts
+
+    def differing(self, name: str, tensor: Tensor) -> str | None:
+        """
+        Compares a tensor of a router, or the experts of a layer once both of their tensors have been given.
+
+        Args:
+            name (`str`): The policy's name of the tensor.
+            tensor (`torch.Tensor`): All experts of a layer (E, out, in), or a router's weight (E, in) or bias (E,).
+
+        Returns:
+            `str` or `None`: The name of what differs, with the number of the first expert that does; `None` if all are
+            the same.
+        """
+        _, index, path = place_in_layer(name)
+        if tensor.ndim < 3:
+            return None if _same_router(self.model, index, path, tensor) else name
+        if index not in self._waiting:
+            self._waiting[index] = name, tensor
+            return None
+        pair = dict([self._waiting.pop(index), (name, tensor)])
+        experts = {own.rpartition(".")[2]: (own, stack) for own, stack in pair.items()}
+        layer = self.layers[index]
+        if backend_of(layer) in REORDERED:
+            (place, gate_up), (_, down) = experts[GATE_UP], experts[DOWN]
+            wrong = self._wrong_product(layer, gate_up, down)
+            return None if wrong is None else f"{place.rpartition('.')[0]}[{wrong}]"
+        for leaf, (own, stack) in experts.items():
+            for expert, matrix in enumerate(stack):
+                if not self._same_weights(layer, leaf, expert, matrix):
+                    return f"{own}[{expert}]"
+        return None
+
+    def _quantized(self, leaf: str, matrix: Tensor) -> list[QuantizedTensor]:
+        """Quantizes the matrices of one expert that a tensor joins, one below the other."""
+        parts = matrix.chunk(EXPERT_PARTS[leaf])
+        shared = {"global_scale": self.shared_scale(*parts)} if FORMATS[self.format].shares_scale else {}
+        return [self.quantizer(part.contiguous(), self.format, **shared) for part in parts]
+
+    def _same_weights(self, layer: nn.Module, leaf: str, expert: int, matrix: Tensor) -> bool:
+        """Whether vLLM's layer holds the matrix (out, in) of an expert, bit for bit in vLLM's types."""
+        held = getattr(layer, HELD_AS[leaf])[expert]
+        if self.format is None:
+            return torch.equal(held, held_form(layer, matrix.to(held)))
+        stored = [checkpoint_tensors(".weight", part) for part in self._quantized(leaf, matrix)]
+        codes, scales = (torch.cat([part[name] for part in stored]) for name in (".weight", ".weight_scale"))
+        held_scales = getattr(layer, f"{HELD_AS[leaf]}_scale")[expert]
+        same = torch.equal(held.view(torch.uint8), codes.to(held.device).view(torch.uint8))
+        return same and torch.equal(held_scales, scales.to(held_scales))
+
+    def _wrong_product(self, layer: nn.Module, gate_up: Tensor, down: Tensor) -> int | None:
+        """
+        Returns the number of the first expert whose product with a random vector differs from that of the policy's
+        quantized weights; `None` if none does.
+
+        Args:
+            layer (`nn.Module`): vLLM's layer.
+            gate_up (`torch.Tensor`): Gate and up of each expert, (E, 2 I, H).
+            down (`torch.Tensor`): Down of each expert, (E, H, I).
+        """
+        experts, _, hidden = gate_up.shape
+        device, dtype = layer.w13_weight.device, self.config.model_config.dtype
+        x = torch.randn(experts, hidden, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+        ids = torch.arange(experts, dtype=torch.int32, device=device)[:, None]
+        with set_forward_context(None, self.config):
+            found = layer.quant_method.apply(
+                layer, x.clone(), torch.ones_like(ids, dtype=torch.float32), ids, None, None
+            )
+        activation = ACT2FN[layer.activation.value]
+        for expert in range(experts):
+            weights = {GATE_UP: gate_up[expert], DOWN: down[expert]}
+            rounded = {
+                leaf: [q.dequantize(torch.float32) for q in self._quantized(leaf, w)] for leaf, w in weights.items()
+            }
+            (gate, up), (out,) = rounded[GATE_UP], rounded[DOWN]
+            row = x[expert].float()
+            expected = out @ (activation(gate @ row) * (up @ row))
+            if not (found[expert].float() - expected).norm() <= PRODUCTS_DIFFER * expected.norm():  # also finds NaN
+                return expert
+        return None
 
 
 def held_form(layer: nn.Module, matrix: Tensor) -> Tensor:
-    """Returns the matrix (out, in) of one expert as a layer of vLLM's holds it after loading."""
-    if not matrix.is_cpu:
+    """Returns the matrix (out, in) of one expert, in BF16, as a layer of vLLM's holds it after loading."""
+    if backend_of(layer) != PACKED:
         return matrix
     return ops.cpu_prepack_moe_weight(matrix[None].contiguous(), layer.quant_method.moe_kernel.fused_experts.isa)[0]
 
@@ -93,14 +231,13 @@ def _same_router(model: nn.Module, index: int, path: str, tensor: Tensor) -> boo
     """Whether vLLM's router, or its gate of a shared expert, has this weight (out, in), or this bias."""
     *_, gate, leaf = path.split(".")
     (router,) = (
-        layer
-        for name, layer in linear_layers(model).items()
-        if name.endswith(f".{gate}") and extract_layer_index(name) == index
+        module
+        for name, module in model.named_modules()
+        if name.endswith(f".{gate}")
+        and isinstance(module, LinearBase | nn.Linear)
+        and extract_layer_index(name) == index
     )
-    if leaf != "weight":
-        held = getattr(router, leaf)
-        return torch.equal(held, tensor.to(held))
-    held = read_router(router)
+    held = getattr(router, leaf) if leaf != "weight" or isinstance(router, nn.Linear) else read_router(router)
     return torch.equal(held, tensor.to(held))
 
 

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from .adapter import names_in_vllm, places
+from .experts import rows_of_experts
 from .kernel_checks import kernel_name
 
 
@@ -36,11 +37,14 @@ def destinations(model: nn.Module, shapes: dict[str, torch.Size]) -> dict[str, T
     names = {name.rpartition(".")[0] for name in shapes}
     layers, vllm_names = places(model, names), dict(names_in_vllm(model, names))
     modules, params = dict(model.named_modules()), dict(model.named_parameters())
+    experts = rows_of_experts(model, shapes)
     found: dict[str, Tensor] = {}
     for name, shape in shapes.items():
         path, _, kind = name.rpartition(".")
         module = modules.get(vllm_names[path])
-        if layers[path] is not None:
+        if name in experts:
+            rows = experts[name]
+        elif layers[path] is not None:
             rows = _rows(*layers[path], kind, quantized=f"{path}.weight_scale" in shapes)
         elif module is None or isinstance(module, LinearBase):  # latent attention uses precomputed products
             rows = None

@@ -18,7 +18,7 @@ from ...formats.fp8 import BLOCK
 from ...layers.products import follow_int8
 from ...layers.quantizers import follow_groups
 from ...models.families import family_of
-from ...models.linears import dense_linears, sampled_linears, unquantized_linears
+from ...models.linears import sampled_linears, unquantized_linears
 from ...models.names import clean_name
 from ...precisions import PRECISIONS, InVLLM, in_vllm
 from ...storage.layout import quantization_config
@@ -235,6 +235,20 @@ def check_device(precision: str, sleeping: bool = False, otherwise: str = "use_v
         )
 
 
+def check_experts_here(precision: str) -> None:
+    """Raises `ValueError` if vLLM cannot run a mixture's experts in a precision on this device."""
+    if PRECISIONS[precision].format is None or not is_vllm_available():
+        return
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        raise ValueError(
+            f"`rollout_precision`={precision!r} with `use_vllm=True`, but the policy is a mixture of experts, which "
+            "vLLM was shown to run on a CPU in 'bf16' alone. Use 'bf16', or `use_vllm=False`, with which the embedded "
+            "engine computes any precision."
+        )
+
+
 def multiply_as_given(precision: str) -> None:
     """
     Sets vLLM's environment variables so that engines that start in this process multiply the given codes and scales
@@ -423,7 +437,7 @@ def adapter_arguments(model, given: dict) -> dict[str, dict[str, int]]:
             f"`vllm_engine_kwargs` has {unused}, which act only on vLLM's own adapters; `lora_sync`='adapter' does "
             "not use these. Leave them out."
         )
-    quantized = {layer.name for layer in dense_linears(model.get_base_model()).values()}
+    quantized = {layer.name for layer in sampled_linears(model.get_base_model()).values() if not layer.is_expert}
     ranks = {}
     for name, layer in model.named_modules():
         if not isinstance(layer, BaseTunerLayer) or adapter not in layer.r:

@@ -3,10 +3,11 @@
 The engine runs in the trainer's process, so these functions may take iterators and return tensors.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -16,7 +17,7 @@ from ...models.linears import is_mixtures
 from ..tensors import default_dtype
 from ..verify.kv_cache import CACHE_FORMATS, UNQUANTIZED, KVCache
 from .adapter import names_in_vllm, places
-from .experts import differing_expert_or_router, repack_experts
+from .experts import ExpertsCheck, repack_experts
 from .repairs import plain_tensors, refresh_tied_head, restore_plain_tensors
 
 
@@ -88,7 +89,13 @@ def kv_caches(model: nn.Module) -> dict[int, KVCache]:
 
 
 @torch.no_grad()
-def differing_weight(model: nn.Module, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> str | None:
+def differing_weight(
+    model: nn.Module,
+    weights: Iterable[tuple[str, Tensor]],
+    config: VllmConfig,
+    format: str | None,
+    quantizers: dict[str, Callable],
+) -> str | None:
     """
     Compares the policy's weights with vLLM's: those that both have under one name and in one shape (norms, embeddings,
     the head), the biases of linear layers, and experts and routers.
@@ -96,7 +103,8 @@ def differing_weight(model: nn.Module, weights: Iterable[tuple[str, Tensor]], dt
     Args:
         model (`nn.Module`): vLLM's model.
         weights (`Iterable[tuple[str, Tensor]]`): The policy's weights by its names.
-        dtype (`torch.dtype`): The type of vLLM's model.
+        config (`VllmConfig`): vLLM's configuration.
+        format, quantizers: How the engine quantizes experts; see [`~experts.ExpertsCheck`].
 
     Returns:
         `str` or `None`: The policy's name of the first weight that differs; `None` if there is none.
@@ -104,10 +112,11 @@ def differing_weight(model: nn.Module, weights: Iterable[tuple[str, Tensor]], dt
     params, modules = dict(model.named_parameters()), dict(model.named_modules())
     biases: dict[str, Tensor] = {}
     different: list[str] = []
+    dtype, experts = config.model_config.dtype, ExpertsCheck(model, config, format, **quantizers)
     for name, tensor in weights:  # reads all of them in any case, because gathering is collective
         module, _, kind = name.rpartition(".")
         if is_mixtures(name) or is_mixtures(f"{module}.weight"):
-            different += filter(None, [differing_expert_or_router(model, name, tensor)])
+            different += filter(None, [experts.differing(name, tensor)])
             continue
         ((_, vllm_name),) = names_in_vllm(model, [module])
         held, layer = params.get(f"{vllm_name}.{kind}"), modules.get(vllm_name)

@@ -1,0 +1,178 @@
+"""
+Quantized experts in vLLM: the stream of codes, vLLM's loading of them, and the self-check, in INT8.
+
+A CPU's vLLM has no INT8 kernel for experts, so a loop over tokens and experts stands in for it; names, loaders and the
+held tensors are vLLM's own. `tests/gpu/test_experts_gpu.py` runs its kernels, in every precision.
+"""
+
+import pytest
+import torch
+from tiny import MIXTURES
+
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+from vllm.model_executor.layers.fused_moe.oracle.int8 import Int8MoeBackend
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe_w8a8_int8 as of_vllm,
+)
+from vllm_engines import engine, fresh, greedy, policy, update
+
+from trl_quant.formats import quantize
+from trl_quant.rollout.experts import NamesOnDisk
+from trl_quant.rollout.vllm import base, kernel_checks
+from trl_quant.rollout.vllm.experts import check_experts, expert_layers
+
+
+pytestmark = pytest.mark.vllm
+
+
+def loop(self, layer, x, topk_weights, topk_ids, *args, **kwargs):
+    """Experts of stored codes on inputs rounded per token, one after the other."""
+
+    def rounded(rows):
+        return quantize(rows.float(), "int8").dequantize(torch.float32)
+
+    w13, w2 = (getattr(layer, name).float() * getattr(layer, f"{name}_scale") for name in ("w13_weight", "w2_weight"))
+    out = torch.zeros(x.shape)
+    for choice in range(topk_ids.shape[1]):
+        for expert in topk_ids[:, choice].unique().tolist():
+            rows = topk_ids[:, choice] == expert
+            gate, up = (rounded(x[rows]) @ w13[expert].t()).chunk(2, -1)
+            hidden = rounded(torch.nn.functional.silu(gate) * up)
+            out[rows] += topk_weights[rows, choice, None].float() * (hidden @ w2[expert].t())
+    return out.to(x.dtype)
+
+
+@pytest.fixture(scope="module")
+def int8_anywhere():
+    method = of_vllm.CompressedTensorsW8A8Int8MoEMethod
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(of_vllm, "select_int8_moe_backend", lambda **_: (Int8MoeBackend.TRITON, None))
+        patch.setattr(method, "process_weights_after_loading", lambda self, layer: None)
+        patch.setattr(method, "is_monolithic", False)
+        patch.setattr(method, "apply", loop)
+        patch.setattr(base, "check_experts_here", lambda precision: None)
+        yield
+
+
+@pytest.fixture(scope="module", params=MIXTURES)
+def sampler(request, tmp_path_factory, int8_anywhere):
+    """The engine of one family's policy, shared by the tests of this file."""
+    dtype = torch.float32 if request.param == "mixtral" else torch.bfloat16
+    model = policy(tmp_path_factory.mktemp(request.param), family=request.param, tied=False, dtype=dtype)
+    built = engine(model, "int8")
+    built.sync()
+    return built
+
+
+@pytest.fixture
+def tampered(sampler, monkeypatch):
+    """Syncs with a stream in which some tensors are changed before they are quantized; right again after the test."""
+
+    def sync(change):
+        def stream(weights):
+            return change(dict(NamesOnDisk.stream(sampler.names_on_disk, weights))).items()
+
+        with monkeypatch.context() as patched:
+            patched.setattr(sampler.names_on_disk, "stream", stream)
+            sampler.sync()
+
+    yield sync
+    sampler.sync()
+    sampler.check_sync()
+
+
+def of_expert(tensors, expert: int) -> list[str]:
+    found = [name for name in tensors if ".layers.1." in name and f".experts.{expert}." in name]
+    assert len(found) == 3
+    return found
+
+
+def test_two_syncs_leave_the_bits_of_a_fresh_engine(sampler, tmp_path):
+    seen = []
+    for seed in range(2):
+        update(sampler.model, seed=seed)
+        sampler.sync()
+        seen.append(greedy(sampler.llm))
+        assert seen[-1] == greedy(fresh(sampler.model, "int8", tmp_path / f"checkpoint-{seed}"))
+    assert seen[0] != seen[1]
+    metrics = sampler.check_sync()
+    assert metrics["sync_check/logp_difference"] < metrics["sync_check/bound"]
+
+
+def test_routers_keep_the_policys_bits(sampler):
+    streamed = dict(sampler.stream(measured=False))
+    routers = [name for name in streamed if name.endswith(("gate.weight", "shared_expert_gate.weight"))]
+    held = dict(NamesOnDisk(sampler.model).stream((n, p.data) for n, p in sampler.model.named_parameters()))
+    assert routers and all(torch.equal(streamed[name], held[name]) for name in routers)
+    coded = [name for name, tensor in streamed.items() if tensor.dtype == torch.int8]
+    assert sum(".experts." in name for name in coded) % 12 == 0 and not set(routers) & set(coded)
+
+
+def test_a_zeroed_expert_is_found(sampler, tampered):
+    tampered(lambda tensors: tensors | {name: tensors[name] * 0 for name in of_expert(tensors, 2)})
+    assert sampler.differing_weight() == "model.layers.1.mlp.experts.gate_up_proj[2]"
+    with pytest.raises(RuntimeError, match="corrupted"):
+        sampler.check_sync()
+
+
+def test_exchanged_experts_are_found(sampler, tampered):
+    def exchange(tensors):
+        first, second = (of_expert(tensors, expert) for expert in (1, 3))
+        return tensors | {a: tensors[b] for pair in zip(first, second, strict=True) for a, b in (pair, pair[::-1])}
+
+    tampered(exchange)
+    assert sampler.differing_weight() == "model.layers.1.mlp.experts.gate_up_proj[1]"
+
+
+def test_one_stale_matrix_is_found(sampler, tampered):
+    before = {name: tensor.clone() for name, tensor in NamesOnDisk(sampler.model).stream(sampler.policy_stream())}
+    update(sampler.model, seed=7, size=1e-3)
+    stale = of_expert(before, 3)[-1]
+    tampered(lambda tensors: tensors | {stale: before[stale]})
+    assert sampler.differing_weight().startswith("model.layers.1.mlp.experts.")
+    assert sampler.differing_weight().endswith("[3]")
+
+
+def test_a_changed_scale_is_found(sampler):
+    (layer,) = sampler.llm.apply_model(lambda model: expert_layers(model)[1])
+    layer.w2_weight_scale.data[1, 5] *= 1.01
+    assert sampler.differing_weight() == "model.layers.1.mlp.experts.down_proj[1]"
+    sampler.sync()
+    assert sampler.differing_weight() is None
+
+
+def test_a_router_of_other_bits_is_found(sampler, tampered):
+    (name,) = (n for n, _ in sampler.stream(measured=False) if ".layers.1." in n and n.endswith(".gate.weight"))
+    tampered(lambda tensors: tensors | {name: tensors[name].to(torch.float8_e4m3fn).to(tensors[name])})
+    assert sampler.differing_weight() == "model.layers.1.mlp.gate.weight"
+
+
+def test_other_experts_than_the_precisions_are_refused(sampler):
+    for precision in ("fp8", "nvfp4", "bf16"):
+        with pytest.raises(ValueError, match=r"runs the experts of layer 1 with CompressedTensorsW8A8Int8MoEMethod"):
+            sampler.llm.apply_model(lambda model, precision=precision: drop_first(model, precision))
+
+
+def drop_first(model, precision: str) -> None:
+    """Checks a model whose first layer's experts, which GLM-4 lacks, are left out."""
+    layers = expert_layers(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trl_quant.rollout.vllm.experts.expert_layers", lambda model: {1: layers[1]})
+        check_experts(model, precision)
+
+
+def test_a_quantized_router_is_refused(sampler):
+    def with_quantized_router(model):
+        gates = [name for name in dict(model.named_modules()) if name.endswith("layers.1.mlp.gate")]
+        linears = kernel_checks.linear_layers(model)
+        attention = linears["model.layers.1.self_attn.o_proj"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(linears[gates[0]], "quant_method", attention.quant_method)
+            patch.setattr(linears[gates[0]], "scheme", attention.scheme, raising=False)
+            kernel_checks.check_kernels(model, "int8", [f"model.layers.{n}.self_attn.o_proj" for n in range(2)])
+
+    if sampler.weights.model_type == "mixtral":
+        pytest.skip("its router has another name in vLLM")
+    with pytest.raises(RuntimeError, match=r"run otherwise, such as model.layers.1.mlp.gate"):
+        sampler.llm.apply_model(with_quantized_router)
