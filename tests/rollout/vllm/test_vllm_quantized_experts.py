@@ -20,7 +20,7 @@ from vllm_engines import engine, fresh, greedy, policy, update
 from trl_quant.formats import quantize
 from trl_quant.rollout.experts import NamesOnDisk
 from trl_quant.rollout.vllm import base, kernel_checks
-from trl_quant.rollout.vllm.experts import check_experts, expert_layers
+from trl_quant.rollout.vllm.experts import check_experts, expert_layers, rows_of_experts
 
 
 pytestmark = pytest.mark.vllm
@@ -98,6 +98,18 @@ def test_two_syncs_leave_the_bits_of_a_fresh_engine(sampler, tmp_path):
     assert seen[0] != seen[1]
     metrics = sampler.check_sync()
     assert metrics["sync_check/logp_difference"] < metrics["sync_check/bound"]
+
+
+def test_the_rows_of_experts_are_those_that_a_sync_sends(sampler):
+    streamed = dict(sampler.stream(measured=False))
+    (rows,) = sampler.llm.apply_model(lambda model: rows_of_experts(model, streamed))
+    assert set(rows) == {name for name in streamed if ".experts." in name}
+    assert all(torch.equal(rows[name], streamed[name].to(rows[name])) for name in rows)
+    name = next(name for name in rows if name.endswith((".1.down_proj.weight", ".1.w2.weight")))
+    rows[name] ^= 1
+    assert sampler.differing_weight().endswith("experts.down_proj[1]")
+    rows[name] ^= 1
+    assert sampler.differing_weight() is None
 
 
 def test_routers_keep_the_policys_bits(sampler):

@@ -202,17 +202,13 @@ class ExpertsCheck:
         device, dtype = layer.w13_weight.device, self.config.model_config.dtype
         x = torch.randn(experts, hidden, generator=torch.Generator().manual_seed(0)).to(device, dtype)
         ids = torch.arange(experts, dtype=torch.int32, device=device)[:, None]
+        ones = torch.ones_like(ids, dtype=torch.float32)
         with set_forward_context(None, self.config):
-            found = layer.quant_method.apply(
-                layer, x.clone(), torch.ones_like(ids, dtype=torch.float32), ids, None, None
-            )
+            found = layer.quant_method.apply(layer, x.clone(), ones, ids, None, None)
         activation = ACT2FN[layer.activation.value]
         for expert in range(experts):
-            weights = {GATE_UP: gate_up[expert], DOWN: down[expert]}
-            rounded = {
-                leaf: [q.dequantize(torch.float32) for q in self._quantized(leaf, w)] for leaf, w in weights.items()
-            }
-            (gate, up), (out,) = rounded[GATE_UP], rounded[DOWN]
+            quantized = [*self._quantized(GATE_UP, gate_up[expert]), *self._quantized(DOWN, down[expert])]
+            gate, up, out = (weight.dequantize(torch.float32) for weight in quantized)
             row = x[expert].float()
             expected = out @ (activation(gate @ row) * (up @ row))
             if not (found[expert].float() - expected).norm() <= PRODUCTS_DIFFER * expected.norm():  # also finds NaN
@@ -230,13 +226,9 @@ def held_form(layer: nn.Module, matrix: Tensor) -> Tensor:
 def _same_router(model: nn.Module, index: int, path: str, tensor: Tensor) -> bool:
     """Whether vLLM's router, or its gate of a shared expert, has this weight (out, in), or this bias."""
     *_, gate, leaf = path.split(".")
-    (router,) = (
-        module
-        for name, module in model.named_modules()
-        if name.endswith(f".{gate}")
-        and isinstance(module, LinearBase | nn.Linear)
-        and extract_layer_index(name) == index
-    )
+    named = (item for item in model.named_modules() if item[0].endswith(f".{gate}"))
+    found = (module for name, module in named if extract_layer_index(name) == index)
+    (router,) = (module for module in found if isinstance(module, LinearBase | nn.Linear))
     held = getattr(router, leaf) if leaf != "weight" or isinstance(router, nn.Linear) else read_router(router)
     return torch.equal(held, tensor.to(held))
 
