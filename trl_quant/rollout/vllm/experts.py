@@ -27,6 +27,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from ...formats import FORMATS, QuantizedTensor
 from ...formats.nvfp4 import global_scale
 from ...models.families import EXPERT_PARTS
+from ...models.linears import fused_with
 from ...models.names import place_in_layer
 from ...precisions import PRECISIONS
 from ...storage.layout import checkpoint_tensors
@@ -37,7 +38,7 @@ HELD_AS = {GATE_UP: "w13_weight", DOWN: "w2_weight"}  # vLLM's names of them
 PACKED = "CPU"  # backend that packs each expert
 AS_LOADED = ("TRITON", "VLLM_CUTLASS", PACKED)  # backends that hold experts as they are loaded, or as `held_form` says
 REORDERED = ("MARLIN",)  # backends that hold them in an order of their own
-ON_DISK = re.compile(r".*\.layers\.(?P<layer>\d+)\..*\.?(?P<part>experts\.\d+\.\w+\.)(?P<kind>\w+)")
+ON_DISK = re.compile(r".*\.layers\.(?P<layer>\d+)\..*\bexperts\.(?P<expert>\d+)\.(?P<leaf>\w+)\.(?P<kind>\w+)")
 PRODUCTS_DIFFER = 2**-6  # relative difference of two products. BF16 explains a third of it
 
 
@@ -69,19 +70,17 @@ def rows_of_experts(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]
         `dict[str, torch.Tensor]`: name -> view of one expert's rows, (rows, ...). It lacks the names of other tensors,
         and of experts in an order of the kernel's own.
     """
-    layers = expert_layers(model)
-    mapping = model.get_expert_mapping() if layers else []
-    places = {part: (expert, shard) for _, part, expert, shard in mapping}  # "experts.3.up_proj." -> 3, "w3"
-    found = {}
+    layers, found = expert_layers(model), {}
     for name in names:
         match = ON_DISK.fullmatch(name)
-        if match is None or match["part"] not in places or backend_of(layers[int(match["layer"])]) not in AS_LOADED:
+        if match is None or backend_of(layers[int(match["layer"])]) not in AS_LOADED:
             continue
-        expert, shard = places[match["part"]]
-        held = getattr(layers[int(match["layer"])], f"{'w2' if shard == 'w2' else 'w13'}_{match['kind']}", None)
+        parts = fused_with(match["leaf"])  # gate and up, or down alone
+        held_as = HELD_AS[GATE_UP if len(parts) > 1 else DOWN].removesuffix("weight") + match["kind"]
+        held = getattr(layers[int(match["layer"])], held_as, None)
         if held is not None:
-            rows = held.data[expert]
-            found[name] = rows if shard == "w2" else rows.chunk(2)[shard == "w3"]
+            rows = held.data[int(match["expert"])]
+            found[name] = rows.chunk(len(parts))[parts.index(match["leaf"])]
     return found
 
 
