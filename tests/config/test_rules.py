@@ -34,7 +34,6 @@ DRAFTING = {"vllm_engine_kwargs": {"speculative_config": {"method": "ngram", "nu
 SYNTHETIC = {"num_speculative_tokens": 2, "rejection_sample_method": "synthetic"}
 EXACT = {"train_precision": "int8", "exact_rollouts": True}
 LORA = {"peft_config": LoraConfig(target_modules=["q_proj"])}
-LORA_OF_EXPERTS = LoraConfig(target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
 ZERO3 = {"deepspeed_plugin": SimpleNamespace(zero_stage=3)}
 GRPO, RLOO, PPO, DISTILLATION, DIFFUSION = (
     QuantGRPOConfig,
@@ -317,20 +316,11 @@ CASES = {
             model=tiny(),
             others={"peft_config": LoraConfig(modules_to_save=["mlp"])},
         ),
-        *(
-            Case(
-                f"`{name}`={value!r} with an adapter of experts or routers",
-                fields=INT8,
-                model=saved_mixture,
-                others={"peft_config": LoraConfig(**{"target_modules": "all-linear", name: value})},
-            )
-            for name, value in (("lora_dropout", 0.1), ("use_dora", True), ("init_lora_weights", "pissa"))
-        ),
         Case(
-            "a `quantization_config` with an adapter of experts",
+            "`use_dora`=True with an adapter of experts or routers",
             fields=INT8,
             model=saved_mixture,
-            others={"peft_config": LORA_OF_EXPERTS, "quantization_config": {"load_in_4bit": True}},
+            others={"peft_config": LoraConfig(target_modules="all-linear", use_dora=True)},
         ),
         Case(
             "`peft_config`: Target modules",

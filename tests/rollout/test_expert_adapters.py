@@ -6,8 +6,9 @@ import pytest
 import torch
 from embedded import engine
 from peft import LoraConfig, get_peft_model
-from tiny import MIXTURES, tiny_model
+from tiny import MIXTURES, save_tiny, tiny_model
 from training import lora, trainer_for
+from transformers import BitsAndBytesConfig
 
 from trl_quant.models.families import ROUTER
 from trl_quant.rollout.experts import NamesOnDisk
@@ -126,6 +127,22 @@ def test_a_tensor_that_belongs_to_no_mixture_is_refused(tmp_path):
     config = lora(target_modules=["v_proj"], target_parameters=["self_attn.q_proj.weight"])
     with pytest.raises(ValueError, match=r"`target_parameters` has `weight` of `model\.layers\.0\.self_attn\.q_proj`"):
         trainer_for(tmp_path, tiny_model(), rollout_precision="int8", peft_config=config)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"lora_dropout": 0.1}, {"lora_bias": True}, {"use_dora": True}, {"init_lora_weights": "pissa"}, {"base": 4}],
+    ids=lambda given: next(iter(given)),
+)
+def test_what_peft_does_not_do_with_tensors_is_refused_before_loading(given, tmp_path, monkeypatch):
+    path, others = save_tiny(tmp_path / "model", "mixtral"), {}
+    if given.pop("base", None):
+        others["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True)
+    told = "|".join([*given, "quantization_config"])
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *_, **__: pytest.fail("loaded"))
+    for targets in ({"target_modules": "all-linear"}, {"target_modules": ["q_proj"], "target_parameters": EXPERTS}):
+        with pytest.raises(ValueError, match=rf"`peft_config`: .*({told}).* with an adapter of experts or routers"):
+            trainer_for(tmp_path, path, rollout_precision="int8", peft_config=LoraConfig(**targets, **given), **others)
 
 
 def test_grpo_trains_adapters_of_experts(tmp_path):
