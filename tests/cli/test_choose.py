@@ -316,6 +316,20 @@ def test_some_precisions_are_measured(tmp_path, monkeypatch):
     assert [*measuring.trials] == ["int8"] and found.line == "rollout_precision: int8"
 
 
+def test_a_mixture_is_measured_in_what_its_run_may_have(tmp_path, monkeypatch):
+    """The others are told with the words of the run's own refusal."""
+    measuring, args = Measuring(monkeypatch), settings(tmp_path)
+    model = save_tiny(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16)
+    found = choose_precision(QuantGRPOTrainer, model, args)
+    refused = {name: reason for name, reason in found.measured.items() if isinstance(reason, str)}
+    assert [*found.measured] == HERE and [*measuring.trials] == [name for name in HERE if name not in refused]
+    assert refused and found.precision in measuring.trials
+    for name, reason in refused.items():
+        with pytest.raises(ValueError) as error:
+            make(QuantGRPOTrainer, args.having(rollout_precision=name), model)
+        assert str(error.value) == reason
+
+
 def test_why_nothing_was_chosen(tmp_path, monkeypatch):
     model = save_tiny(tmp_path / "model", dtype=torch.bfloat16)
     monkeypatch.setattr(support, "supported_precisions", lambda: {"int8": None, "fp8": "no kernel"})

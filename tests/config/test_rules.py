@@ -80,6 +80,10 @@ def saved(directory):
     return save_tiny(directory / "model")
 
 
+def saved_mixture(directory):
+    return save_tiny(directory / "model", "mixtral")
+
+
 def changed(directory):
     """A policy that differs from the checkpoint it was loaded from."""
     model = tiny_model()
@@ -311,6 +315,12 @@ CASES = {
             fields={"train_precision": "nvfp4"},
             model=tiny(),
             others={"peft_config": LoraConfig(modules_to_save=["mlp"])},
+        ),
+        Case(
+            "`use_dora`=True with an adapter of experts or routers",
+            fields=INT8,
+            model=saved_mixture,
+            others={"peft_config": LoraConfig(target_modules="all-linear", use_dora=True)},
         ),
         Case(
             "`peft_config`: Target modules",

@@ -20,6 +20,7 @@ from trl_quant.rollout import TransformersEngine
 from trl_quant.rollout.engine import Samples
 from trl_quant.storage.layout import quantize_checkpoint
 from trl_quant.tasks.benchmarks import BENCHMARKS, BOXED, load_questions
+from trl_quant.tasks.data import token_ids
 from trl_quant.tasks.estimates import estimates, wilson
 
 
@@ -132,6 +133,26 @@ def test_greedy_is_that_of_transformers(tmp_path):
     with torch.no_grad():
         engine.copy.lm_head.weight.zero_()
     assert generated(engine, prompts)[1] == [[0] * 12] * 3
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "mixtral"])
+def test_experts_answer_in_the_precision_that_is_named(family, tmp_path):
+    """As the embedded engine of a run, by whose numbers experts are right elsewhere."""
+    path = save_tiny(tmp_path / "model", family, seed=3, initializer_range=0.3)
+    argv = [*command(path, tmp_path), "--max_completion_length", "24", "--rollout_precision"]
+    answers = {}
+    for precision in ("bf16", "int4"):
+        main([*argv, precision, "--output", str(tmp_path / f"{precision}.json")])
+        answers[precision] = [row["completion"] for row in rows(tmp_path, precision)]
+        assert result(tmp_path, precision)["settings"]["rollout_precision"] == precision
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(path), tiny_tokenizer()
+        settings = {"temperature": 0, "max_completion_length": 24}
+        engine = TransformersEngine(model, Accelerator(cpu=True), tokenizer, precision=precision, **settings)
+        engine.sync()
+        asked = [[{"role": "user", "content": question["prompt"]}] for question in QUESTIONS]
+        ids = generated(engine, token_ids(asked, tokenizer))[1]
+        assert tokenizer.batch_decode(ids, skip_special_tokens=True) == answers[precision]
+    assert answers["bf16"] != answers["int4"]
 
 
 def test_sampling(argv, tmp_path):

@@ -1,19 +1,22 @@
 """The parts of a plan's memory that a CPU can show, against the bytes that the tensors of a run take."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 import torch
-from tiny import tiny_model
+from embedded import engine
+from tiny import MIXTURES, tiny_model
 from torch import Tensor
 from training import config, lora, make
-from transformers import TrainerCallback
+from transformers import Qwen3MoeConfig, TrainerCallback
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.formats import FORMATS
-from trl_quant.layers import UnifiedLinear, weight_only
+from trl_quant.layers import EngineExperts, EngineLinear, UnifiedLinear, weight_only
 from trl_quant.report import memory
-from trl_quant.report.memory import Shape, estimate
+from trl_quant.report.measured import cost
+from trl_quant.report.memory import BF16_BYTES, Shape, estimate
 
 
 def taken(tensors: Iterable[Tensor]) -> int:
@@ -104,3 +107,102 @@ def test_a_frozen_layer_states_what_it_decodes_at_a_time(tmp_path, monkeypatch, 
     before = peak()
     monkeypatch.setattr(memory, "BUFFER_BYTES", 2 * weight_only.BUFFER_BYTES)
     assert peak() - before == weight_only.BUFFER_BYTES
+
+
+# Mixtures of experts
+
+QWEN3_30B = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "tie_word_embeddings": False,
+    "architectures": ["Qwen3MoeForCausalLM"],
+}
+
+
+def test_the_published_numbers_of_qwen3_30b_a3b(tmp_path):
+    """30.5 billion parameters, 3.3 activated, as its card says; the bytes of its copies were computed by hand."""
+    shape = Shape.of(Qwen3MoeConfig(**QWEN3_30B))
+    assert shape.parameters == 30_532_122_624 and shape.experts == 48 * 128 * 3 * 2048 * 768
+    assert round(shape.active / 1e9, 1) == 3.4 and round((shape.active - shape.embeddings // 2) / 1e9, 1) == 3.0
+    assert 2 * shape.token == 96 * 2**10
+    args = config(QuantGRPOConfig, tmp_path, rollout_precision="bf16", use_vllm=True, vllm_mode="colocate")
+    sizes = {}
+    for precision in ("bf16", "fp8"):
+        run = args.having(rollout_precision=precision, vllm_engine_kwargs={"kv_cache_memory_bytes": 0})
+        found = estimate(run, shape, torch.bfloat16, prompt=8, card=10**9)
+        sizes[precision] = found.held["engine"] / 2**30
+    assert found.held["policy"] / 2**30 == pytest.approx(56.9, abs=0.05)
+    assert sizes == {"bf16": pytest.approx(56.9, abs=0.05), "fp8": pytest.approx(29.0, abs=0.05)}
+
+
+def layers_that_compute(model, tokens: Tensor) -> int:
+    """Parameters that one token meets, counted where it goes: hooks on routers tell the experts."""
+    chosen, hooks = {}, []
+    for name, module in model.named_modules():
+        if name.endswith(".mlp.gate"):
+            place = name.removesuffix("gate")
+            hooks.append(module.register_forward_hook(lambda _, i, out, at=place: chosen.update({at: out[2]})))
+    model(tokens)
+    for hook in hooks:
+        hook.remove()
+    total = 0
+    for name, param in model.named_parameters():
+        block = name.partition("experts.")[0]
+        if param.ndim == 3:
+            total += sum(param[expert].numel() for expert in set(chosen[block].flatten().tolist()))
+        else:
+            total += param.numel()
+    return total
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_mixtures_sizes_are_those_of_its_tensors(family, tmp_path):
+    model = tiny_model(family, dtype=torch.bfloat16, num_hidden_layers=2)
+    shape = Shape.of(model.config)
+    held = [param for param in model.parameters() if param.ndim == 3]
+    assert shape.experts == sum(param.numel() for param in held)
+    assert shape.parameters == sum(param.numel() for param in model.parameters())
+    assert shape.active == layers_that_compute(model, torch.tensor([[5]])) < shape.parameters
+    cache = model(torch.tensor([[5, 6, 7]]), use_cache=True).past_key_values
+    assert 3 * shape.token == sum(x.keys.numel() + x.values.numel() for x in cache.layers)
+    copy = engine(model, "int8")
+    copy.sync()
+    args = config(QuantGRPOConfig, tmp_path, rollout_precision="int8", bf16=True)
+    estimated = estimate(args, shape, torch.bfloat16, prompt=8, card=10**9).held["engine"]
+    modules = [m.weight for m in copy.copy.modules() if isinstance(m, EngineLinear | EngineExperts)]
+    codes = [tensor for weight in modules for tensor in weight if tensor is not None]
+    own = taken([*copy.copy.parameters(), *codes])
+    assert estimated == pytest.approx(own, rel=0.05) and estimated > 1.2 * BF16_BYTES * shape.active
+
+
+def test_the_work_of_experts_counts_those_of_a_token(tmp_path):
+    """More experts of a token take more work, less than in proportion; more experts in all take none."""
+    args = config(QuantGRPOConfig, tmp_path, gradient_checkpointing=False)
+
+    def activations(**settings) -> tuple[int, int]:
+        shape = Shape.of(tiny_model("qwen3_moe", moe_intermediate_size=1024, **settings).config)
+        return estimate(args, shape, torch.bfloat16, prompt=8, card=10**9).training["activations"], shape.wide
+
+    (one, wide), (two, wider), (more, same) = (
+        activations(**settings) for settings in ({}, {"num_experts_per_tok": 4}, {"num_experts": 8})
+    )
+    assert (wide, wider, same) == (2048, 4096, 2048) and more == one and 1.2 * one < two < 2 * one
+
+
+def test_a_step_of_a_dense_model_is_not_a_mixtures(tmp_path):
+    """Whose parameters may be as many, and other ones compute a token."""
+    args = config(QuantGRPOConfig, tmp_path, rollout_precision="bf16", use_vllm=True, vllm_mode="colocate")
+    args.resolve_for(adapted=False)
+    dense = Shape.of(tiny_model().config)
+    sized = replace(dense, linear=7_000_000_000, other=600_000_000)
+    assert "not measured for this model" not in cost(args, sized, torch.bfloat16)
+    mixture = replace(sized, experts=6_000_000_000, per_token=2, active=sized.parameters)
+    assert "not measured for this model" in cost(args, mixture, torch.bfloat16)

@@ -9,7 +9,7 @@ from embedded import PROMPTS, engine, reference
 from peft import LoraConfig, get_peft_model
 from ppo_runs import ppo
 from tiny import MIXTURES, tiny_model
-from training import lora, trainer_for
+from training import trainer_for
 
 from trl_quant import QuantRLOOTrainer
 from trl_quant.formats import FORMATS, fake_quantize_activation, quantize
@@ -291,12 +291,6 @@ def test_adapters_of_attention_are_merged():
     merged = synced(policy.merge_and_unload(), "int8")
     assert torch.equal(copy.copy(IDS).logits, merged.copy(IDS).logits)
     assert not torch.equal(copy.copy(IDS).logits, base.copy(IDS).logits)
-
-
-def test_adapters_of_experts_are_refused(tmp_path):
-    on_experts = lora(target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
-    with pytest.raises(ValueError, match=r"`target_parameters` has `down_proj`"):
-        trainer_for(tmp_path, mixture(), rollout_precision="int8", peft_config=on_experts)
 
 
 @pytest.mark.parametrize("family", MIXTURES)

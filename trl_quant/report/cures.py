@@ -120,7 +120,7 @@ def new_adapter(run: Planned) -> Iterator[tuple[str, Planned]]:
 
 def four_bit_base(run: Planned) -> Iterator[tuple[str, Planned]]:
     args = run.args
-    if args.spec.training.freezes_base or not args.has_rewards:
+    if args.spec.training.freezes_base or not args.has_rewards or run.shape.experts:
         return
     told, changed = "", run
     for words, adapted in new_adapter(run):

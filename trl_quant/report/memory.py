@@ -21,9 +21,13 @@ The model is built on the meta device, where weights take no memory, and its par
 a layer's backward pass cannot be counted this way. It is proportional to the tokens of a micro-batch, with a number of
 bytes for each unit of the MLP's width and of the hidden width ([`WORK`]). These few numbers are the slopes that
 `benchmarks/update.py` measured from 3B to 32B. Everything else is computed.
+
+In a mixture of experts all experts count in weights, gradients and copies, and a layer's backward pass in the k experts
+that a token reaches: with their widths, and with the rows of k experts' inputs and outputs. That part was not measured.
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +39,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from ..config import QuantGRPOConfig
 from ..formats import FORMATS
 from ..layers.weight_only import BUFFER_BYTES
-from ..models.linears import linears
+from ..models.families import EXPERT_PARTS
+from ..models.linears import LinearLayer, linears
 from ..precisions import PRECISIONS, unified_flows, with_products
 from ..rollout.embedded.diffusion import CHUNK, TOKENS_AT_ONCE
 from ..rollout.verify.kv_cache import CACHE_FORMATS
@@ -84,6 +89,9 @@ WORK = {
     "unified": Work(12, 20),
     "unified in groups": Work(20, 16),
 }
+# Bytes for each unit of the hidden width and each expert that a token reaches: in BF16, the row that the expert gets,
+# its output, the output weighed by the router, and the gradients of the three
+ROWS_OF_EXPERT = 12
 
 
 @dataclass(frozen=True)
@@ -92,16 +100,18 @@ class Shape:
     Sizes of a model.
 
     Attributes:
-        linear (`int`): Parameters of the decoder's linear layers, which are quantized.
+        linear (`int`): Parameters of the decoder's linear layers and experts, which are quantized.
         other (`int`): All other parameters.
         adapter (`int`): Parameters of the adapter.
         embeddings (`int`): Parameters of embeddings and head, which an engine may share.
         head (`int`): Parameters of the head.
         hidden (`int`): Width of the residual stream.
-        wide (`int`): Width of the MLP.
+        wide (`int`): Width of the MLP: in a mixture, of all experts that a token reaches.
         layers (`int`): Decoder layers.
         token (`int`): Values that the KV cache holds for a token.
-        is_dense (`bool`): Whether its decoder has linear layers and no experts, as the models measured for [`WORK`].
+        experts (`int`): Parameters of all routed experts; 0 in a dense model.
+        per_token (`int`): Number of experts that a token reaches in a layer; 0 in a dense model.
+        active (`int`): Parameters that compute a token, which are those of `per_token` experts and all others.
     """
 
     linear: int
@@ -113,12 +123,19 @@ class Shape:
     wide: int
     layers: int
     token: int
-    is_dense: bool
+    experts: int
+    per_token: int
+    active: int
 
     @property
     def parameters(self) -> int:
         """The number of parameters without the adapter's."""
         return self.linear + self.other
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether its decoder has linear layers, and experts only in tensors of which a token's are known."""
+        return self.linear > 0 and (not self.experts or self.per_token > 0)
 
     @classmethod
     def of(cls, config: PreTrainedConfig, peft_config: PeftConfig | None = None) -> "Shape":
@@ -129,15 +146,18 @@ class Shape:
             model.tie_weights()
             layers = linears(model).values()
             linear = sum(math.prod(layer.shape) for layer in layers)
+            experts = sum(math.prod(layer.shape) for layer in layers if layer.is_expert)
             parameters = sum(parameter.numel() for parameter in model.parameters())
             tables = {id(table): table for table in _tables(model)}
             head = model.get_output_embeddings()
-            wide = max((layer.shape[-1] for layer in layers), default=0)
             adapter = 0
             if peft_config is not None:
                 adapted = get_peft_model(model, peft_config)
                 adapter = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
         text = config.get_text_config()
+        held = [layer for layer in layers if layer.holds_experts]
+        per_token = getattr(text, "num_experts_per_tok", 0) if held else 0
+        asleep = sum(math.prod(layer.shape[1:]) * (layer.shape[0] - per_token) for layer in held)
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         return cls(
@@ -147,11 +167,26 @@ class Shape:
             embeddings=sum(table.numel() for table in tables.values()),
             head=head.weight.numel(),
             hidden=text.hidden_size,
-            wide=wide,
+            wide=_width(layers, per_token),
             layers=text.num_hidden_layers,
             token=2 * text.num_hidden_layers * heads * size,
-            is_dense=len(layers) > 0 and not any(layer.is_expert for layer in layers),
+            experts=experts,
+            per_token=per_token,
+            active=parameters - asleep,
         )
+
+
+def _width(layers: Collection[LinearLayer], per_token: int) -> int:
+    """
+    Returns the largest number of inputs that a token has at a matrix. Its experts count together, with a shared one.
+    """
+    widths = [layer.shape[-1] for layer in layers]
+    for layer in layers:
+        if layer.holds_experts and EXPERT_PARTS[layer.name.rpartition(".")[2]] == 1:
+            block = layer.name.partition("experts.")[0]
+            beside = [x for x in layers if x.name.startswith(block) and not x.is_expert and len(x.fused) == 1]
+            widths.append(per_token * layer.shape[-1] + sum(x.shape[-1] for x in beside))
+    return max(widths, default=0)
 
 
 def _tables(model: nn.Module) -> list[nn.Parameter]:
@@ -308,7 +343,7 @@ def _training(args, shape: Shape, dtype: torch.dtype, prompt: int) -> dict[str, 
     gradients = FP32_BYTES * shape.adapter if adapted else dtype.itemsize * shape.parameters
     stream = dtype.itemsize * shape.hidden * tokens  # one copy of the residual stream
     kind = WORK[_kind(args, adapted)]
-    layer = tokens * (kind.wide * shape.wide + kind.hidden * shape.hidden)
+    layer = tokens * (kind.wide * shape.wide + (kind.hidden + ROWS_OF_EXPERT * shape.per_token) * shape.hidden)
     rows, columns = HEAD_TILE
     head = BF16_BYTES * min(tokens, rows) * columns + (FP32_BYTES + BF16_BYTES) * shape.hidden * tokens
     if not adapted:

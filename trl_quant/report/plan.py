@@ -42,8 +42,7 @@ class Plan:
     Attributes:
         lines (`list[str]`): The plan in words, to be printed.
         memory ([`~report.memory.Memory`] or `None`):
-            The estimated memory; `None` if the weights are sharded, in bitsandbytes, of a mixture of experts, or with a
-            teacher or a critic.
+            The estimated memory; `None` if the weights are sharded, in bitsandbytes, or with a teacher or a critic.
         steps (`int`): Optimizer steps.
         refused (`Exception` or `None`): The reason why this machine cannot start the run.
         fits (`bool`): Whether the estimated memory is there; also `True` where it is not estimated.
@@ -115,9 +114,10 @@ def make_plan(
     total = number_of_steps(args, len(train_dataset))
 
     adapted = f", and an adapter of {shape.adapter / 1e6:.1f} million" if shape.adapter else ""
+    active = f", {shape.active / 1e9:.2f} of which compute a token" if shape.per_token else ""
     lines = [
         f"{summary(args, peft_config is not None, dtype, on_cpu)}.",
-        f"Model: {model}, {shape.parameters / 1e9:.2f} billion parameters{adapted}, loaded in {dtype}".replace(
+        f"Model: {model}, {shape.parameters / 1e9:.2f} billion parameters{active}{adapted}, loaded in {dtype}".replace(
             "torch.", ""
         ),
         f"Steps: {total}, from {len(train_dataset)} prompts. A generation has {args.generation_batch_size} completions "
@@ -129,8 +129,8 @@ def make_plan(
     memory = None
     if args.fsdp_version is not None or args.deepspeed_plugin is not None:
         lines.append("Memory: not estimated where FSDP or DeepSpeed shards the weights")
-    elif not shape.is_dense:
-        lines.append("Memory: not estimated for a model with experts, or with other layers than `nn.Linear`")
+    elif not shape.is_counted:
+        lines.append("Memory: not estimated for a model with other layers than `nn.Linear` and experts that are known")
     elif args.max_completion_length is None:
         lines.append("Memory: not estimated without a `max_completion_length`")
     elif given["quantization_config"] is not None or args.train_precision in bitsandbytes_bases():
@@ -142,6 +142,8 @@ def make_plan(
         planned = Planned(args, config, shape, dtype, prompt, card, on_cpu)
         memory = planned.memory()
         lines += _memory_lines(memory, place, card)
+        if shape.experts:
+            lines.append(f"  experts   counted for {shape.per_token} a token in `work`, which no run has measured")
         lines += in_flight_lines(args, shape, prompt, card)
         if memory.card > card:
             lines += ["It would fit with one of these changes:", *(f"  {line}" for line in cures(planned))]

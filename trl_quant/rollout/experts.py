@@ -17,6 +17,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from ..models.families import EXPERT_PARTS, ROUTER
 from ..models.linears import is_mixtures
+from ..models.names import clean_name
 
 
 class NamesOnDisk:
@@ -51,8 +52,8 @@ class NamesOnDisk:
             yield name, tensor
             if ROUTER.fullmatch(name):
                 place = name.removesuffix(".weight")
-                for leaf, buffer in self.policy.get_submodule(place).named_buffers(recurse=False):
-                    yield f"{place}.{leaf}", buffer
+                for leaf, buffer in self.policy.get_submodule(place).named_buffers():
+                    yield clean_name(f"{place}.{leaf}"), buffer  # PEFT may wrap the router
 
     def _numbered(self, name: str, tensor: Tensor, parts: int) -> dict[str, int]:
         """Returns the numbers of the matrices in a tensor by their names on disk: expert by expert, gate before up."""

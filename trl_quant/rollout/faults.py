@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from ..layers import FrozenLinear
+from ..models.linears import is_mixtures
 from ..models.names import clean_name
 from .tensors import base_layer, outer_modules
 from .weights import PolicyWeights
@@ -54,10 +55,10 @@ def adapter_fault(model: nn.Module, base: PreTrainedModel) -> str | None:
             "PEFT wraps. Untie the model first (`tie_word_embeddings=False`), or train the tokens without PEFT."
         )
     for path, module in model.named_modules():
-        if isinstance(module, ParamWrapper):
+        if isinstance(module, ParamWrapper) and not is_mixtures(clean_name(f"{path}.{module.parameter_name}")):
             return (
                 f"the adapter's `target_parameters` has `{module.parameter_name}` of `{clean_name(path)}`, and syncs "
-                "merge only adapters of modules. Adapt linear layers (`target_modules`)."
+                "merge only those of experts and routers. Adapt the module (`target_modules`)."
             )
         added = [name for name, bias in getattr(module, "lora_bias", {}).items() if bias]
         if isinstance(module, BaseTunerLayer) and added and module.get_base_layer().bias is None:

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from accelerate import Accelerator
 from accelerate.utils import is_peft_model
+from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
@@ -218,11 +219,14 @@ class PolicyWeights:
     def trained(self) -> list[str]:
         """Returns the names of the quantizable weights that are trained, directly or by an adapter."""
         policy, found = self.base_model, []
+        wrappers = [module for module in policy.modules() if isinstance(module, ParamWrapper)]
+        adapted = {(wrapper.get_base_layer(), wrapper.parameter_name) for wrapper in wrappers}
         for place, layer in self.linears().items():
             parent, _, leaf = place.rpartition(".")
-            held = getattr(policy.get_submodule(parent), leaf)
+            owner = policy.get_submodule(parent)
+            held = getattr(owner, leaf)
             if isinstance(held, nn.Parameter):
-                is_trained = held.requires_grad
+                is_trained = held.requires_grad or (owner, leaf) in adapted
             else:
                 is_trained = isinstance(held, BaseTunerLayer)
                 is_trained = is_trained or (not isinstance(held, FrozenLinear) and held.weight.requires_grad)
@@ -281,6 +285,8 @@ class PolicyWeights:
         Returns the parameters of an adapted layer's base, with the adapters of its forward pass merged in, as new
         tensors by name.
         """
+        if isinstance(layer, ParamWrapper):
+            return self._merged_parameters(layer)
         base, adapters = layer.get_base_layer(), adapters_beside(layer)
         with self.gathered(layer.parameters()), self.whole(layer):
             if not adapters:
@@ -306,6 +312,21 @@ class PolicyWeights:
                 layer.merged_adapters.clear()
                 for module, name, param in owned:
                     setattr(module, name, param)
+
+    def _merged_parameters(self, layer: ParamWrapper) -> dict[str, Tensor]:
+        """
+        As [`merged`], for the tensors (experts, out, in) of a layer's experts, or for a router (`target_parameters`).
+        Each product s B A is rounded to the tensor's type before it is added, as PEFT's merge does. One wrapper of PEFT
+        adapts one tensor and holds the next wrapper.
+        """
+        with self.gathered(layer.parameters()), self.whole(layer):
+            tensors = {name: param.data for name, param in layer.get_base_layer().named_parameters()}
+            for wrapper in layer.modules():
+                for adapter in adapters_beside(wrapper) if isinstance(wrapper, ParamWrapper) else ():
+                    if adapter in wrapper.lora_A:
+                        name = wrapper.parameter_name
+                        tensors[name] = tensors[name] + wrapper.get_delta_weight(adapter)
+            return tensors
 
     def adapter(self) -> dict[str, Tensor]:
         """

@@ -14,8 +14,9 @@ from accelerate.utils import is_peft_model
 from datasets import Dataset
 from transformers import AutoConfig
 
+from ..config.checks import RULES
 from ..config.fields import QuantFields
-from ..config.given import name_of
+from ..config.given import Given, name_of
 from ..precisions import in_vllm
 from ..reading import reading
 from ..rollout import EngineSpec
@@ -78,7 +79,7 @@ def choose_precision(
     _check_run(args)
     with tempfile.TemporaryDirectory() as directory:
         args = args.having(output_dir=directory, report_to=[], push_to_hub=False)  # so that nobody else is told
-        configs = _configs(args, _of_checkpoint(model, args, measured))
+        configs = _configs(args, _of_checkpoint(model, args, measured), model, {"peft_config": peft_config, **given})
         first = next(config for config in configs.values() if isinstance(config, QuantFields))
         given = _stand_ins(args) | given
         try:
@@ -147,19 +148,29 @@ def _of_checkpoint(model, args: QuantFields, precisions: list[str]) -> list[str]
     return found
 
 
-def _configs(args: QuantFields, precisions: list[str]) -> dict[str, QuantFields | str]:
-    """Returns the run's settings with each precision, or the reason why they cannot have it. At least one can."""
+def _configs(args: QuantFields, precisions: list[str], model, given: dict) -> dict[str, QuantFields | str]:
+    """
+    Returns the run's settings with each precision, or the reason why they cannot have it with this model. At least one
+    can.
+    """
     configs = {}
     for name in precisions:
         config = args.having(rollout_precision=name)
         try:
             config.check_assigned()
-            configs[name] = config
+            configs[name] = _refused(Given(config, model, given)) or config
         except ValueError as error:
             configs[name] = str(error)
     if all(isinstance(config, str) for config in configs.values()):
         raise ValueError("\n".join(dict.fromkeys(configs.values())))
     return configs
+
+
+def _refused(run: Given) -> str | None:
+    """Returns why a run's model cannot be sampled from in its `rollout_precision`; `None` if it can."""
+    needing = (rule for rules in RULES.values() for rule in rules if rule.needs == "model" and rule.error is not None)
+    found = (rule.broken(run) for rule in needing if "rollout_precision" in rule.fields)
+    return next(filter(None, found), None)
 
 
 def _stand_ins(args: QuantFields) -> dict:

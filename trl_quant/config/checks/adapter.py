@@ -2,20 +2,26 @@
 
 import copy
 import warnings
+from functools import partial
 from itertools import accumulate
 
 import torch
 from accelerate.utils import is_peft_model
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import check_target_module_exists
 
 from ...models.families import HEAD
 from ...models.linears import linears
-from ...policy.adapters import NOT_PLAIN
+from ...policy.adapters import INITIALIZATIONS, NOT_PLAIN
 from ...precisions import unified_flows
 from ...rollout.faults import NO_WEIGHTS, adapter_fault
 from ..given import Given
 from .rule import Rule, refusal
+
+
+# Fields of an adapter and the values that they must have where it changes tensors and not modules
+OF_TENSORS = {"lora_dropout": 0.0, "lora_bias": False, "fan_in_fan_out": False, "use_dora": False}
 
 
 def _adapted_head(run: Given) -> str | None:
@@ -57,14 +63,15 @@ def _copied_base(run: Given) -> tuple[str, str] | None:
     return None
 
 
-def _with_adapter(run: Given) -> PeftModel:
+def _with_adapter(run: Given, **changed) -> PeftModel:
     """
-    Adds the adapter to the policy's skeleton on the meta device, and leaves torch's random state as it was, so that the
-    run's own adapter starts as in TRL's trainer. Raises `ValueError` if PEFT refuses it, such as for `target_modules`
-    without a match.
+    Adds the adapter, with some fields `changed`, to the policy's skeleton on the meta device, and leaves torch's random
+    state as it was, so that the run's own adapter starts as in TRL's trainer. Raises `ValueError` if PEFT refuses it,
+    such as for `target_modules` without a match.
     """
     given = copy.deepcopy(run.peft_config)
-    vars(given).update(init_lora_weights=True, use_dora=False)  # other values read the policy's weights
+    # Other values of the first two read the policy's weights
+    vars(given).update({"init_lora_weights": True, "use_dora": False} | changed)
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")  # PEFT warns again when it adds the adapter to the loaded policy
         return get_peft_model(run.policy, given, low_cpu_mem_usage=True)
@@ -73,6 +80,20 @@ def _with_adapter(run: Given) -> PeftModel:
 def _is_added(run: Given) -> bool:
     """Whether the trainer adds a LoRA adapter to a policy that it loads, and an engine of ours samples from it."""
     return run.spec.sampler is not None and run.is_named and isinstance(run.peft_config, LoraConfig)
+
+
+def _unfit_for_experts(run: Given) -> str | None:
+    """Returns the settings of an adapter of experts or routers that do not go with it; `None` if there are none."""
+    config = run.peft_config
+    found = [f"`{name}`={getattr(config, name)!r}" for name in OF_TENSORS if getattr(config, name) != OF_TENSORS[name]]
+    if config.init_lora_weights not in INITIALIZATIONS:
+        found.append(f"`init_lora_weights`={config.init_lora_weights!r}")
+    if run.quantization_config is not None:
+        found.append("a `quantization_config`")
+    plain = partial(_with_adapter, run, **OF_TENSORS)
+    if not found or not run.experts or refusal(plain) is not None:
+        return None
+    return " and ".join(found) if any(isinstance(module, ParamWrapper) for module in plain().modules()) else None
 
 
 def _fault(run: Given) -> str | None:
@@ -140,6 +161,14 @@ RULES = (
         message="`modules_to_save` has {found[0]!r}, which trains a copy of `{found[1]}`, and `train_precision`="
         "{args.train_precision!r} holds its weights in codes, which do not train. Leave it out, and adapt the layer "
         "(`target_modules`).",
+        needs="model",
+    ),
+    Rule(
+        ("rollout_precision",),
+        when=lambda run: _is_added(run) and _unfit_for_experts(run),
+        message="`peft_config`: {found} with an adapter of experts or routers (`target_parameters`; PEFT makes them of "
+        "`target_modules`='all-linear' too). There PEFT adds a plain product of B and A to tensors in 16 or 32 bits. "
+        "Leave it out, or adapt linear layers alone, such as `target_modules=['q_proj', 'v_proj']`.",
         needs="model",
     ),
     Rule(

@@ -16,10 +16,14 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 from accelerate.utils import gather_object, is_compiled_module
+from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
+from ...models.names import clean_name
 from ...policy.unified import flow
 from ..function import first_change, function_of
+from ..tensors import outer_modules
 from .self_check import FLOOR, SLACK, Rounding, computing_as_the_engine, mean_difference, policy_logps, rows_to_check
 
 
@@ -52,6 +56,11 @@ def copy_check(engine) -> dict[str, float]:
 
     sampled = logps(engine.copy)
     stand_ins = {place: layer for place, layer in layers.items() if place in engine.replaced_layers()}
+    if stand_ins:  # other layers that an adapter changes, such as the gate of a shared expert: merged in the copy
+        policy = engine.weights.base_model
+        beside = [path for path, module in outer_modules(policy) if isinstance(module, BaseTunerLayer)]
+        merged = [path for path in beside if not isinstance(policy.get_submodule(path), ParamWrapper)]
+        stand_ins = {path: engine.copy.get_submodule(clean_name(path)) for path in merged} | stand_ins
     with computing_as_the_engine(engine.weights, stand_ins, {}, None), _eager(engine.model):
         expected = logps(engine.model)
     difference, bound = mean_difference(sampled, expected), FLOOR

@@ -32,12 +32,13 @@ from functools import partial
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
+from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from ...layers import EngineWeight, FrozenLinear, held_vllm_linear, quantized_linear, vllm_linear
 from ...precisions import PRECISIONS
-from ..tensors import base_layer
+from ..tensors import base_layer, outer_modules
 from ..weights import PolicyWeights
 from .kv_cache import KVCache, attending_to
 
@@ -405,7 +406,8 @@ def computing_as_the_engine(
     Context in which the live policy computes as the engine does. Everything is undone on exit.
 
     1. `stand_ins` replace the layers that they are named after. The layers' own forward hooks act on them. Where they
-       replace tensors that hold experts, the policy multiplies expert by expert.
+       replace tensors that hold experts, the policy multiplies expert by expert, without the adapters of experts, which
+       a stand-in has merged.
     2. In a sharded policy (FSDP2, ZeRO-3) the other modules run without the hooks that gather parameters, and gather
        their own parameters as a sync does. FSDP2's hooks would round them before they are quantized, and DeepSpeed's
        fail if one layer reads the weights of another.
@@ -421,10 +423,14 @@ def computing_as_the_engine(
     for module in modules:
         saved_attributes[module] = {name: vars(module)[name] for name in names if name in vars(module)}
     implementations = policy.get_experts_implementation()
-    has_experts = any(isinstance(layer, nn.Parameter) for layer in live)
+    experts = [parent for (parent, _), layer in zip(places, live, strict=True) if isinstance(layer, nn.Parameter)]
+    outer = [(path, module) for path, module in outer_modules(policy) if isinstance(module, ParamWrapper)]
+    wrapped = [(path, module) for path, module in outer if module.get_base_layer() in experts]
     try:
-        if has_experts:
+        if experts:
             policy.set_experts_implementation("eager")
+        for path, wrapper in wrapped:
+            policy.set_submodule(path, wrapper.get_base_layer())
         for module in saved_attributes:
             module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
             if module._parameters:
@@ -438,8 +444,10 @@ def computing_as_the_engine(
         with attending_to(caches, policy.get_decoder().modules(), rounding):
             yield
     finally:
-        if has_experts:
+        if experts:
             policy.set_experts_implementation(implementations)
+        for path, wrapper in wrapped:
+            policy.set_submodule(path, wrapper)
         for (parent, leaf), layer, stand_in, hooks in zip(places, live, stand_ins.values(), own_hooks, strict=True):
             setattr(parent, leaf, layer)
             vars(stand_in).update(hooks)
