@@ -127,6 +127,16 @@ LASTING = {
         "the copy",
         "tests/policy/test_positions.py::test_sampler_and_trainer_agree",
     ),
+    ("policy/routing.py", "register_forward_pre_hook"): (
+        "the decoder layers of a mixture of experts: the policy's and its reference's",
+        "the model",
+        "tests/policy/test_routing.py::test_gradients_are_those_of_a_loop",
+    ),
+    ("policy/routing.py", "register_forward_hook"): (
+        "the routers of those layers",
+        "the model",
+        "tests/policy/test_routing.py::test_gradients_are_those_of_a_loop",
+    ),
     ("policy/unified.py", "forward"): (
         "the MLPs of the policy",
         "the model, until `restore`",

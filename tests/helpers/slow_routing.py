@@ -67,8 +67,7 @@ def compute_slowly(model, family: str, settings: dict, experts) -> None:
 def _slow_forward(block, family, settings, fixed):
     def forward(hidden):
         flat, rows = hidden.reshape(-1, hidden.shape[-1]), []
-        for x, chosen in zip(flat, fixed, strict=True):
-            logits = block.gate.weight @ x
+        for x, chosen, logits in zip(flat, fixed, block.gate(flat)[0], strict=True):
             if min(chosen) < 0:
                 chosen = slow_choice(family, block, logits.detach())
             y = 0

@@ -17,7 +17,7 @@ from ..rollout.routing import continued
 from ..rollout.trl_face import Turn, rows_of_turns
 
 
-class RoutedRows:
+class RoutedRows(nn.Module):
     """
     Stands in for a model where TRL calls it, or its decoder, with padded rows, and adds their routing to the call.
 
@@ -31,15 +31,20 @@ class RoutedRows:
     """
 
     def __init__(self, rows, experts: Tensor, replays: bool):
+        super().__init__()
         self.rows, self.experts, self.replays = rows, experts, replays
         self.calls: list[Routed] = []
         self._done = 0
 
-    def __call__(self, input_ids: Tensor, **kwargs):
+    def forward(self, input_ids: Tensor, **kwargs):
+        """Computes what `rows` computes, with the routing of the next rows."""
         return self.rows(input_ids=input_ids, **self._routed(input_ids), **kwargs)
 
     def base_model(self, input_ids: Tensor, **kwargs):
-        return self.rows.base_model(input_ids=input_ids, **self._routed(input_ids), **kwargs)
+        """Computes what the decoder of `rows` computes, with the routing of the next rows."""
+        is_adapted = hasattr(self.rows, "get_base_model")
+        decoder = (self.rows.get_base_model() if is_adapted else self.rows).base_model
+        return decoder(input_ids=input_ids, **self._routed(input_ids), **kwargs)
 
     def _routed(self, ids: Tensor) -> dict[str, Routed]:
         experts = self.experts[self._done : self._done + len(ids)]

@@ -43,7 +43,7 @@ NAMES = {
     "vllm": "EngineArgs LLM ModelRegistry SamplingParams __version__ _custom_ops",
     "vllm:EngineArgs": """additional_config attention_config compilation_config disable_cascade_attn disable_log_stats
         distributed_executor_backend dtype
-        enable_lora enable_sleep_mode enforce_eager gpu_memory_utilization hf_overrides kv_cache_memory_bytes
+        enable_lora enable_return_routed_experts enable_sleep_mode enforce_eager gpu_memory_utilization hf_overrides kv_cache_memory_bytes
         load_format logprobs_mode lora_target_modules max_lora_rank max_model_len max_num_seqs model model_impl
         model_loader_extra_config quantization quantization_config seed skip_tokenizer_init speculative_config
         tensor_parallel_size trust_remote_code worker_cls""",
@@ -128,7 +128,8 @@ NAMES = {
     "vllm.v1.core.sched.scheduler:Scheduler": "block_size kv_cache_manager",
     "vllm.v1.engine": "EngineCoreOutput FinishReason",
     "vllm.v1.engine:FinishReason": "ABORT",
-    "vllm.v1.engine:EngineCoreOutput": "finish_reason new_logprobs new_token_ids request_id stop_reason",
+    "vllm.v1.engine:EngineCoreOutput": """finish_reason new_logprobs new_token_ids request_id routed_experts
+        stop_reason""",
     "vllm.v1.engine.output_processor:OutputProcessorOutput": "__dataclass_fields__ request_outputs",
     "vllm.v1.kv_cache_interface:KVCacheConfig": "kv_cache_groups",
     "vllm.v1.outputs:LogprobsLists": "cu_num_generated_tokens logprobs slice_request",
