@@ -41,7 +41,7 @@ def slow_choice(family: str, block, logits) -> list[int]:
     """The experts of the largest scores of one token; in GLM-4, of scores and biases."""
     scores = slow_scores(family, logits)
     if family == "glm4_moe":
-        scores = scores + block.gate.e_score_correction_bias
+        scores = scores + block.gate.e_score_correction_bias.to(scores)
     return scores.argsort(descending=True)[: block.gate.top_k].tolist()
 
 
@@ -108,8 +108,9 @@ def chosen_again(model, family: str, ids: list[int]):
     def look(number, block):
         def hook(_, args, output):
             rows = []
-            for x in args[0].reshape(-1, args[0].shape[-1]).float():
-                choice = slow_choice(family, block, block.gate.weight.float() @ x)
+            weight = block.gate.weight.float().cpu()
+            for x in args[0].reshape(-1, args[0].shape[-1]).float().cpu():
+                choice = slow_choice(family, block, weight @ x)
                 rows.append(torch.isin(torch.arange(block.gate.num_experts), torch.tensor(choice)))
             found[number] = torch.stack(rows)
 
@@ -118,7 +119,7 @@ def chosen_again(model, family: str, ids: list[int]):
     for number, block in blocks_of(model).items():
         hooks.append(block.gate.register_forward_hook(look(number, block)))
     with torch.no_grad():
-        model(input_ids=torch.tensor([ids]), use_cache=False)
+        model(input_ids=torch.tensor([ids], device=model.device), use_cache=False)
     for hook in hooks:
         hook.remove()
     return found
