@@ -15,9 +15,7 @@ protocol; they inherit from [`~rollout.base.RolloutEngine`].
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
-
-from torch import Tensor
+from typing import Any, Protocol
 
 
 # Says, from which requests of a call have ended, whether the engine may leave the others unfinished
@@ -82,7 +80,7 @@ class Samples:
     token_ids: list[list[int]]
     logps: list[list[float | None]] | None = None
     ended: list[bool] | None = None
-    routing: list[Tensor | None] | None = None
+    routing: list[Any] | None = None
 
 
 class Engine(Protocol):
