@@ -23,6 +23,7 @@ from turns import with_tools
 from trl_quant import QuantGRPOTrainer, QuantRLOOTrainer
 from trl_quant.policy.routing import ROUTED, takes_routing
 from trl_quant.rollout.trl_face import Turn
+from trl_quant.trainers.packing import terms_are_independent
 
 
 pytestmark = pytest.mark.isa
@@ -176,6 +177,13 @@ def test_every_loss_has_the_routing_of_its_rows(tmp_path, run):
     logs = [log for log in metrics(trainer) if "routing/differs" in log]
     assert seen and logs and all(0.02 < log["routing/differs"] < 0.9 for log in logs)
     assert all(log["routing/unreplayed"] == 0 for log in logs)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+def test_rows_stay_where_the_load_is_balanced(tmp_path, family):
+    """Within a micro-batch; GLM-4 has no load-balancing loss, so its rows may move to another one."""
+    trainer = trainer_for(tmp_path, mixture_of(family), **INT4)
+    assert trainer.packs and trainer.aux_loss_enabled != terms_are_independent(trainer) == (family == "glm4_moe")
 
 
 def test_an_evaluation_replays_its_own_samples(tmp_path):
