@@ -7,6 +7,7 @@
 | `correction` | what weighs the loss? | a key of [`~corrections.ALL_CORRECTIONS`] |
 | `adapter` | how does a LoRA adapter reach the sampler? | `"merge"`, `"adapter"`; `None` if there is no adapter |
 | `packs` | does the policy compute rows without padding? | yes, no; `None` for "where it can" |
+| `replays` | does a mixture compute tokens with the sampler's experts? | the same |
 
 The defaults that follow from other fields have their home here: those of `rollout_precision`, `is_correction`,
 `lora_sync` and `vllm_sleep_level`. An [`EngineSpec`] says which engine samples:
@@ -47,12 +48,13 @@ _DENOISING = {"embedded": "diffusion", "shared": "shared_diffusion"}
 _EVERY_ENGINE = ("precision", "wide_norms", "uaq_scale")
 _OF_GENERATE = (*_EVERY_ENGINE, "cache_implementation")
 _SCHEDULE = ("block_length", "tokens_per_step", "cache_finished_blocks", "mask_token_id")
+_IN_PROCESS = ("lora_sync", "sleep_level", "exact", "returns_routing")
 _OF_DENOISING = (*_SCHEDULE, "wide_head", "shows_progress")
 # kind -> the fields of `EngineSpec` that the engine's class takes as arguments
 _OPTIONS = {
     "embedded": _OF_GENERATE,
     "shared": _OF_GENERATE,
-    "colocate": (*_EVERY_ENGINE, "sync_check_steps", "engine_kwargs", "lora_sync", "sleep_level", "exact"),
+    "colocate": (*_EVERY_ENGINE, "sync_check_steps", "engine_kwargs", *_IN_PROCESS),
     "server": (*_EVERY_ENGINE, "sync_check_steps", "request_timeout"),
     "diffusion": (*_EVERY_ENGINE, *_OF_DENOISING),
     "shared_diffusion": (*_EVERY_ENGINE, *_OF_DENOISING),
@@ -83,6 +85,8 @@ class EngineSpec:
             vLLM's sleep level while the trainer computes; 0 if the engine stays awake.
         exact (`bool`, *optional*, defaults to `False`):
             Whether the results for a token must not depend on the other tokens of its batch.
+        returns_routing (`bool`, *optional*, defaults to `False`):
+            Whether vLLM must return the routing of a mixture of experts. An embedded engine always does.
         request_timeout (`float`, *optional*):
             Seconds that a server may take to answer; `None` for no limit.
         cache_implementation (`str`, *optional*):
@@ -108,6 +112,7 @@ class EngineSpec:
     lora_sync: str = "merge"
     sleep_level: int = 0
     exact: bool = False
+    returns_routing: bool = False
     request_timeout: float | None = None
     cache_implementation: str | None = None
     block_length: int = 0
@@ -143,6 +148,7 @@ class EngineSpec:
             lora_sync=config.lora_sync,
             sleep_level=config.vllm_sleep_level if config.vllm_enable_sleep_mode else 0,
             exact=config.exact_rollouts,
+            returns_routing=config.router_replay is True,
             request_timeout=config.vllm_request_timeout,
             cache_implementation=config.cache_implementation,
             **schedule,
@@ -301,6 +307,9 @@ class RunSpec:
             How a LoRA adapter reaches the sampler; `None` if the policy has none.
         packs (`bool` or `None`):
             Whether rows are computed without padding; `None` if they are wherever the models allow it.
+        replays (`bool` or `None`):
+            Whether a mixture of experts computes each token with the experts that sampled it; `None` if it does
+            wherever the engine returns them.
     """
 
     training: Training
@@ -309,6 +318,7 @@ class RunSpec:
     correction: str
     adapter: str | None
     packs: bool | None
+    replays: bool | None
 
     @classmethod
     def from_config(cls, config) -> "RunSpec":
@@ -322,6 +332,7 @@ class RunSpec:
             correction=config.is_correction,
             adapter=config.lora_sync if config.is_adapted else None,
             packs=False if packs is None and sampler is None else packs,
+            replays=config.router_replay,
         )
 
     @property

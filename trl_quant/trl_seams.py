@@ -18,6 +18,7 @@ A context restores the original when it ends:
 | `rotate_checkpoints` in transformers' trainer | a save | `runs/` deletes old checkpoints by their steps |
 | `shuffle_sequence_dict` in the module of TRL's trainer | a generation | packed rows are arranged after it |
 | `ChunkedDivergenceFunction` in the module of TRL's trainer | a loss of distillation | divergences get weights |
+| `load_balancing_loss_func` of transformers' Mixtral | a forward pass | a packed row has no mask, and shares prompts |
 | `profiling.ProfilingContext` | a training | TRL reports its times only to trackers |
 | `utils._ChunkedLogProbFunction` | a forward pass | it must return the engine's log-probabilities |
 
@@ -126,6 +127,16 @@ LASTING = {
         "the copy",
         "tests/policy/test_positions.py::test_sampler_and_trainer_agree",
     ),
+    ("policy/routing.py", "register_forward_pre_hook"): (
+        "the decoder layers of a mixture of experts: the policy's and its reference's",
+        "the model",
+        "tests/policy/test_routing.py::test_gradients_are_those_of_a_loop",
+    ),
+    ("policy/routing.py", "register_forward_hook"): (
+        "the routers of those layers",
+        "the model",
+        "tests/policy/test_routing.py::test_gradients_are_those_of_a_loop",
+    ),
     ("policy/unified.py", "forward"): (
         "the MLPs of the policy",
         "the model, until `restore`",
@@ -217,6 +228,21 @@ def divergences_by(
             return weigh(divergences, score), entropy
 
     return exchanged(module, ChunkedDivergenceFunction=Weighed)
+
+
+def balanced_by(copies: Callable[[], Tensor]) -> AbstractContextManager:
+    """
+    Context in which the load-balancing loss of a mixture, which TRL's head takes from transformers' Mixtral, counts
+    each token of a packed row as often as it occurs in the padded rows: `copies` returns how often, (T,).
+    """
+    import transformers.models.mixtral.modeling_mixtral as mixtral
+
+    balance = mixtral.load_balancing_loss_func
+
+    def balanced(logits: tuple[Tensor, ...], experts: int, chosen: int, mask: Tensor) -> Tensor:
+        return balance(logits, experts, chosen, copies())
+
+    return exchanged(mixtral, load_balancing_loss_func=balanced)
 
 
 def arguments_seen(args: Any, **fields: Any) -> AbstractContextManager:

@@ -32,6 +32,7 @@ SERVER = VLLM | {"vllm_mode": "server"}
 TRLS_VLLM = {"use_vllm": True, "vllm_mode": "colocate"}
 DRAFTING = {"vllm_engine_kwargs": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}}
 SYNTHETIC = {"num_speculative_tokens": 2, "rejection_sample_method": "synthetic"}
+REPLAY = {"router_replay": True}
 EXACT = {"train_precision": "int8", "exact_rollouts": True}
 LORA = {"peft_config": LoraConfig(target_modules=["q_proj"])}
 ZERO3 = {"deepspeed_plugin": SimpleNamespace(zero_stage=3)}
@@ -160,6 +161,7 @@ CASES = {
         Case("needs Liger's kernels", fields={"use_liger_kernel": True}),
         Case("vLLM is not installed", fields=VLLM),
         Case("does not run in vLLM on this device", fields=VLLM),
+        Case("vLLM returns the routing of experts from its second", fields=BF16_VLLM | REPLAY),
     ],
     "critic": [
         Case("`scale_rewards`='group' compares", PPO, {"scale_rewards": "group"}),
@@ -408,6 +410,11 @@ CASES = {
         Case("already scaled by 3", fields={"uaq_scale": 2.0}, model=tiny(uaq_scale=3)),
         Case("which a saved adapter does not contain", fields={"uaq_scale": 2.0}, model=tiny(), others=LORA),
         Case("cannot act: the policy's `model_type`='t5'", fields={"pack_sequences": True}, model=bare(T5Config())),
+        Case("needs an engine that returns its routing", fields=REPLAY),
+        Case("a server does not return its routing", fields=SERVER | REPLAY),
+        Case("were not tried in a compiled model", fields={**INT8, **REPLAY}, assigned={"torch_compile": True}),
+        Case("which tokens the engine has sampled", fields={**INT8, **REPLAY}, others={"rollout_func": print}),
+        Case("and the policy's `model_type` is 'qwen3'", fields={**INT8, **REPLAY}, model=tiny()),
         Case("needs a reference model", fields={"beta": 0.1}, model=tiny()),
     ],
 }

@@ -86,6 +86,12 @@ class PolicyFields:
     `rollout_precision` pack where it is.
     """
 
+    router_replay: bool | None = None
+    """Whether scoring and training send each token of a mixture of experts to the experts that the sampler chose
+    (routing replay, R3), with the weights of the policy's own router. `True` raises an error where the sampler does not
+    return its routing; if not set, it is replayed where the embedded engine samples. vLLM is asked for it by `True`.
+    """
+
 
 @dataclass
 class RolloutFields:

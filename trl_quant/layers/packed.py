@@ -139,6 +139,14 @@ class Packed:
             filled=missing,
         )
 
+    def copies(self) -> Tensor:
+        """Returns in how many sequences each token of the row occurs, (T,): several for a shared prompt's."""
+        count = torch.ones_like(self.positions)
+        if self.key_rows is not None:  # keys of a shared prompt stand in its own segment, and in each completion's
+            count = (torch.bincount(self.key_rows, minlength=len(count)) - 1).clamp(min=1)
+        count[len(count) - self.filled :] = 0
+        return count
+
     def padded(self, x: Tensor) -> Tensor:
         """Scatters values of the row's tokens (T, ...) to their positions in (B, S, ...), with zeros elsewhere."""
         tokens, (batch, length) = len(x) - self.filled, self.shape

@@ -45,6 +45,9 @@ class Family(NamedTuple):
         mixture (`bool`):
             Whether it is a mixture of experts that the embedded engine samples from: gated MLPs without biases, in
             tensors (experts, out, in).
+        scores (`str` or `None`):
+            torch's function of a router's logits from which experts get their weights ([`~models.routers`]); `None` for
+            a dense family.
         norm (`str` or `None`): transformers' class of its RMSNorm; `None` if it computes another function than Llama's.
         mlp (`str` or `None`): transformers' class of its MLP; `None` if it computes another function than Llama's.
     """
@@ -55,6 +58,7 @@ class Family(NamedTuple):
     packs: bool = False
     both_ways: bool = False
     mixture: bool = False
+    scores: str | None = None
     norm: str | None = None
     mlp: str | None = None
 
@@ -69,12 +73,15 @@ _JOINED = {
     "fused": (),
     **_ATTENDS,
 }
-_ROUTED = ("mlp.gate", "mlp.experts.gate_up_proj")
+ROUTER_PLACE = "mlp.gate"
+_ROUTED = (ROUTER_PLACE, "mlp.experts.gate_up_proj")
 _SHARED = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "mlp.shared_expert_gate")
 _SHARED += ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
 _MIXTURE = {
     "feeds": {"input_layernorm": _QKV, "post_attention_layernorm": (*_GATE_UP, *_ROUTED, *_SHARED)},
     "mixture": True,
+    "scores": "softmax",
+    "packs": True,
 }
 
 # model_type of a transformers config -> its family. Classes are those of `transformers.models.X.modeling_X`.
@@ -91,7 +98,7 @@ FAMILIES = {
     "qwen2_moe": Family(**_MIXTURE),
     "qwen3_moe": Family(**_MIXTURE),
     "mixtral": Family(fused=(*Family().fused, ("w1", "w3")), **_MIXTURE),  # its experts' gate and up on disk
-    "glm4_moe": Family(**_MIXTURE),
+    "glm4_moe": Family(**_MIXTURE | {"scores": "sigmoid"}),
     # Known by their classes alone
     "arcee": Family(norm="ArceeRMSNorm"),
     "cwm": Family(norm="CwmRMSNorm", mlp="CwmMLP"),

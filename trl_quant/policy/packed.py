@@ -23,7 +23,9 @@ from transformers.masking_utils import sdpa_mask
 
 from ..layers.packed import PACKED, Packed, flash_attention
 from ..layers.products import TOKENS
+from ..trl_seams import balanced_by
 from .exact.model import ENGINES_ATTENTION
+from .routing import ROUTED, Routed
 
 
 ATTENTION = "trl_quant_packed"  # its name in transformers' tables
@@ -70,8 +72,11 @@ def accept_packed_rows(model: PreTrainedModel, whose: str = "policy") -> None:
         raise ValueError(f"`attn_implementation`={attention_of(model)!r} is not among {known}")
 
 
-def row_of(packed: Packed, ids: Tensor, shares: bool) -> dict:
-    """Returns the arguments with which a decoder computes a packed row of the padded `ids` (B, S)."""
+def row_of(packed: Packed, ids: Tensor, shares: bool, routed: Routed | None = None) -> dict:
+    """
+    Returns the arguments with which a decoder computes a packed row of the padded `ids` (B, S), whose experts are
+    `routed` in a mixture. A prompt that is computed once has the experts of its first row.
+    """
     row = {
         "input_ids": ids.flatten()[packed.rows].unsqueeze(0),
         "attention_mask": torch.empty(1, 1, 0, 0, device=ids.device),  # 4 dimensions: transformers makes no mask
@@ -79,13 +84,15 @@ def row_of(packed: Packed, ids: Tensor, shares: bool) -> dict:
         "use_cache": False,
         PACKED: packed,
     }
+    if routed is not None:
+        row[ROUTED] = routed.packed(packed.rows, packed.filled)
     if not shares:
         row |= {"cu_seq_lens_q": packed.starts, "cu_seq_lens_k": packed.starts}
         row |= {"max_length_q": packed.longest, "max_length_k": packed.longest}
     return row
 
 
-def in_one_row(compute: Callable[..., Tensor], ids: Tensor, mask: Tensor) -> Tensor:
+def in_one_row(compute: Callable[..., Tensor], ids: Tensor, mask: Tensor, routed: Routed | None = None) -> Tensor:
     """
     Computes outputs of padded rows in one row, as [`PackedRows`] does. It shares no prompts.
 
@@ -93,12 +100,13 @@ def in_one_row(compute: Callable[..., Tensor], ids: Tensor, mask: Tensor) -> Ten
         compute (`Callable`): Maps the arguments of a decoder for a row of N tokens to outputs (1, N, D).
         ids (`torch.Tensor`): (B, S), padded on any side.
         mask (`torch.Tensor`): (B, S), 1 on tokens.
+        routed ([`~policy.routing.Routed`], *optional*): The experts of the padded tokens, in a mixture.
 
     Returns:
         `torch.Tensor`: (B, S, D), with zeros on padding.
     """
     packed = Packed.of(mask, *mask.shape, mask.device).filled_up(TOKENS)
-    return packed.padded(compute(**row_of(packed, ids, shares=False)).squeeze(0))
+    return packed.padded(compute(**row_of(packed, ids, False, routed)).squeeze(0))
 
 
 class PackedBackbone(nn.Module):
@@ -121,12 +129,14 @@ class PackedBackbone(nn.Module):
         Args:
             input_ids (`torch.Tensor`): (B, S), padded on any side.
             attention_mask (`torch.Tensor`): (B, S), 1 on tokens.
-            kwargs: Arguments for TRL's heads; ignored.
+            kwargs: The routing of a mixture ([`~policy.routing`]). Arguments for TRL's heads are ignored.
 
         Returns:
             `SimpleNamespace`: Its `last_hidden_state` is (B, S, H), with zeros on padding.
         """
-        hidden = in_one_row(lambda **row: self.model.base_model(**row).last_hidden_state, input_ids, attention_mask)
+        hidden = in_one_row(
+            lambda **row: self.model.base_model(**row).last_hidden_state, input_ids, attention_mask, kwargs.get(ROUTED)
+        )
         return SimpleNamespace(last_hidden_state=hidden)
 
 
@@ -153,7 +163,7 @@ class PackedRows:
             input_ids (`torch.Tensor`): (B, S), padded on any side.
             attention_mask (`torch.Tensor`): (B, S), 1 on tokens.
             labels (`torch.Tensor`): (B, S), -100 where nothing is scored, as in the prompts.
-            kwargs: The arguments that TRL passes to its fused head.
+            kwargs: The arguments that TRL passes to its fused head, and the routing of a mixture.
 
         Returns:
             The model's output, whose `log_probs` and `entropy` have the shape (B, S - 1), with zeros on padding.
@@ -167,11 +177,9 @@ class PackedRows:
         first = packed.starts[:-1][packed.starts.diff() > 0].long()
         labels[first] = -100  # not predicted: the token before belongs to another segment
         labels[len(labels) - packed.filled :] = -100
-        output = self.model(
-            labels=labels.unsqueeze(0),
-            **row_of(packed, input_ids, self.shares),
-            **kwargs,
-        )
+        row = row_of(packed, input_ids, self.shares, kwargs.pop(ROUTED, None))
+        with balanced_by(packed.copies):
+            output = self.model(labels=labels.unsqueeze(0), **row, **kwargs)
         for name in ("log_probs", "entropy"):
             if output.get(name) is not None:
                 of_each_token = F.pad(output[name].squeeze(0), (1, 0))  # the first token has none

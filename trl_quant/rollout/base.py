@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ..formats import QuantizedTensor
 from ..models.linears import sampled_linears
+from ..models.routers import routers
 from ..noise import noised_norms, norm_noise
 from ..run_spec import EngineSpec
 from .answers import Column, fault_of_samples
@@ -32,6 +33,7 @@ from .engine import Engine, Enough, Request, RolloutNoise, Samples
 from .faults import fault_of
 from .fingerprint import fingerprint
 from .function import first_change, function_of
+from .routing import fault_of_routing
 from .sampling_options import breaks_when_continued
 from .settings import divided
 from .tokenizer import check_tokenizer, id_list
@@ -86,9 +88,12 @@ class RolloutEngine:
         reads_images (`bool`):
             Whether the engine processes the images of its requests by itself. If not, its `sample` also takes what the
             processor has made of them.
+        returns_routing (`bool`):
+            Whether the samples have the [`~rollout.routing`] of a mixture of experts.
     """
 
     ends_early = reads_images = True
+    returns_routing = False
 
     def __init__(
         self,
@@ -214,9 +219,17 @@ class RolloutEngine:
         logps = None if samples.logps is None else [*map(Column, samples.logps)]
         asked = {"count": len(requests), "vocabulary": self.vocabulary, "most": most}
         fault = fault_of_samples(samples.token_ids, logps, None, ended=samples.ended, **asked)
+        if fault is None and samples.routing is not None:
+            fault = self._fault_of_routing(requests, samples)
         if fault is not None:
             raise RuntimeError(f"The engine returned samples that the policy cannot have drawn: {fault}.")
         return samples
+
+    def _fault_of_routing(self, requests: list[Request], samples: Samples) -> str | None:
+        policy = self.weights.base_model
+        lengths = [len(one.given) + len(ids) for one, ids in zip(requests, samples.token_ids, strict=True)]
+        layers = policy.config.get_text_config().num_hidden_layers
+        return fault_of_routing(samples.routing, lengths, layers, routers(policy))
 
     # Generations
 
@@ -417,6 +430,7 @@ class AdaptedEngine(RolloutEngine):
         super().__init__(precision=spec.precision, **given)
         self.engine = engine
         self.ends_early = "enough" in signature(engine.sample).parameters
+        self.returns_routing = getattr(engine, "returns_routing", False)
 
     def sync(self) -> None:
         self.engine.sync()

@@ -15,7 +15,7 @@ protocol; they inherit from [`~rollout.base.RolloutEngine`].
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 
 # Says, from which requests of a call have ended, whether the engine may leave the others unfinished
@@ -72,11 +72,15 @@ class Samples:
             The log-probability, in nats, with which each token was sampled; `None` for a token where it is unknown. If
             the whole argument is `None`, the engine returns no log-probabilities.
         ended (`list[bool]`, *optional*): Whether each completion has ended; `None` if all have.
+        routing (`list[torch.Tensor | None]`, *optional*):
+            For a mixture of experts, the experts of each request's tokens ([`~rollout.routing`]); `None` for a request
+            that was not computed. If the whole argument is `None`, the engine returns no routing.
     """
 
     token_ids: list[list[int]]
     logps: list[list[float | None]] | None = None
     ended: list[bool] | None = None
+    routing: list[Any] | None = None
 
 
 class Engine(Protocol):

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..run_spec import EngineSpec
@@ -28,10 +29,37 @@ class Turn(NamedTuple):
         prompts (`list[list[int]]`): Token ids of the prompts.
         logps (`list[list[float | None]]`):
             The log-probabilities, in nats, with which the tokens of each completion were sampled; `None` where unknown.
+        routing (`list[torch.Tensor | None]`, *optional*): The [`~rollout.routing`] of each; `None` where unknown.
     """
 
     prompts: list[list[int]]
     logps: list[list[float | None]]
+    routing: list[Tensor | None] | None = None
+
+
+def rows_of_turns(
+    turns: list[Turn], prompts: list[list[int]], completions: list[list[int]]
+) -> Iterator[tuple[Turn, Iterator[tuple[int, int]]]]:
+    """
+    Finds the completions that each turn has gone on with.
+
+    Args:
+        turns (`list[Turn]`): One turn or more. The first has all rows. The prompts of a later turn are the unfinished
+            rows, in their order, each with its completion so far.
+        prompts (`list[list[int]]`): The token ids of each row's prompt.
+        completions (`list[list[int]]`): The token ids of each completion, with all of its turns.
+
+    Yields:
+        Each turn, and the places of its rows among the turn's and among all rows.
+    """
+    for number, turn in enumerate(turns):
+        yield turn, enumerate(range(len(prompts))) if not number else _found_again(turn, prompts, completions)
+
+
+def _found_again(turn: Turn, prompts: list[list[int]], completions: list[list[int]]) -> Iterator[tuple[int, int]]:
+    rows = iter(range(len(prompts)))
+    for place, before in enumerate(turn.prompts):
+        yield place, next(row for row in rows if (prompts[row] + completions[row])[: len(before)] == before)
 
 
 class QuantGeneration(VLLMGeneration):
@@ -149,7 +177,7 @@ class QuantGeneration(VLLMGeneration):
         logps = samples.logps
         if logps is None:
             logps = [[None] * len(ids) for ids in samples.token_ids]
-        self.turns.append(Turn(prompts, logps))
+        self.turns.append(Turn(prompts, logps, samples.routing))
         return prompts, samples.token_ids, [*map(Column, logps)], [*map(Column, samples.token_ids)]
 
 

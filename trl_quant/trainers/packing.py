@@ -99,6 +99,8 @@ def packed_batches(trainer) -> AbstractContextManager:
 def terms_are_independent(trainer) -> bool:
     """Whether a row's term of the loss is independent of the other rows in its micro-batch."""
     args = trainer.args
+    if getattr(trainer, "aux_loss_enabled", False):  # a mixture's load is balanced within a micro-batch
+        return False
     # `bnpo` divides by the tokens of a micro-batch. The entropy quantile and bonus are computed per micro-batch
     neutral = {"top_entropy_quantile": 1.0, "entropy_coef": 0.0, "use_adaptive_entropy": False}
     has_entropy_term = any(getattr(args, name, value) != value for name, value in neutral.items())

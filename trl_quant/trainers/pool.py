@@ -11,7 +11,8 @@ returns n groups keeps f n in flight, and ends with the n-th that finishes:
 **Between two generations an engine holds nothing.** The [`RolloutPool`] holds each completion's token ids and their
 log-probabilities. The next generation gives prompt and tokens so far as a prompt, with the rest of the length. So each
 token t was sampled by one known version v(t) of the policy: the weights and the noise of one generation. Tokens so far
-are computed again under the new weights, and the tokens after them are the new version's.
+are computed again under the new weights, and the tokens after them are the new version's. In a mixture of experts, the
+pool holds the experts of each token as well, from when it was first computed: those that it was sampled with.
 
 | symbol | here | meaning |
 |---|---|---|
@@ -39,7 +40,6 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -52,53 +52,12 @@ from ..reading import ANOTHER, reading
 from ..rollout.base import RolloutEngine
 from ..rollout.engine import Samples
 from ..storage.run_checkpoints import POOL_NAME
+from .groups import Completion, Group
 from .pictures import requests_in_flight, with_images
 from .prompt_order import PromptOrder
 
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Completion:
-    """
-    A completion, finished or not.
-
-    Parameters:
-        token_ids (`list[int]`): Its tokens so far.
-        logps (`list[float | None]`): The log-probability, in nats, with which each was sampled; `None` if unknown.
-        versions (`list[int]`): The generation that sampled each token.
-        has_ended (`bool`): Whether the completion has finished.
-    """
-
-    token_ids: list[int] = field(default_factory=list)
-    logps: list[float | None] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    has_ended: bool = False
-
-
-@dataclass
-class Group:
-    """
-    The completions of one prompt.
-
-    Parameters:
-        place (`int`): Its place, from 0, in the order in which the run's groups start.
-        row (`int`): The row of the training data.
-        prompt (`list[int]`): Token ids of the prompt.
-        began (`int`): The generation in which it started.
-        completions (`list[Completion]`): Its completions.
-    """
-
-    place: int
-    row: int
-    prompt: list[int]
-    began: int
-    completions: list[Completion]
-
-    @property
-    def has_finished(self) -> bool:
-        return all(completion.has_ended for completion in self.completions)
 
 
 def may_end(began: list[int], have_finished: list[bool], wanted: int, generation: int, max_staleness: int) -> bool:
@@ -279,7 +238,9 @@ class RolloutPool:
         """Context in which TRL "generates" the completions of `groups`. Yields this rank's part of their rows."""
         rows = self._part(groups)
         self._handed = [completion for _, completion in rows]
-        samples = Samples([c.token_ids for c in self._handed], [c.logps for c in self._handed])
+        routing = [c.routing for c in self._handed]
+        ids, logps = [c.token_ids for c in self._handed], [c.logps for c in self._handed]
+        samples = Samples(ids, logps, routing=None if any(one is None for one in routing) else routing)
         generated = nullcontext() if self.sampler is None else self.trainer.vllm_generation.returning(samples)
         self.prompts, self.samples = [group.prompt for group, _ in rows], samples
         try:
@@ -374,11 +335,9 @@ class RolloutPool:
         if not samples.token_ids:
             return
         ended = samples.ended or [True] * len(completions)
-        for completion, ids, logps, has_ended in zip(completions, samples.token_ids, samples.logps, ended, strict=True):
-            completion.token_ids += ids
-            completion.logps += logps
-            completion.versions += [self.generation] * len(ids)
-            completion.has_ended = has_ended
+        routing = samples.routing or [None] * len(completions)
+        for i, completion in enumerate(completions):
+            completion.add(samples.token_ids[i], samples.logps[i], self.generation, ended[i], routing[i])
 
     def _take(self, count: int) -> list[Group]:
         """Takes the `count` oldest finished groups out of the pool."""
@@ -427,7 +386,7 @@ class RolloutPool:
                 "row": group.row,
                 "prompt": group.prompt,
                 "began": group.began,
-                "completions": [_packed(completion) for completion in group.completions],
+                "completions": [completion.state_dict() for completion in group.completions],
             }
             for group in self.groups
         ]
@@ -455,7 +414,7 @@ class RolloutPool:
         self.started, self.generation, self.cohorts = (state[name] for name in ("started", "generation", "cohorts"))
         self.groups = []
         for group in state["groups"]:
-            completions = [_unpacked(completion) for completion in group.pop("completions")]
+            completions = [Completion.from_state_dict(one) for one in group.pop("completions")]
             if len(completions) != size:
                 logger.warning(
                     "The group of prompt %d starts again: it has %d completions, and `num_generations` is %d.",
@@ -476,20 +435,3 @@ class RolloutPool:
                 len(self.groups),
                 tokens,
             )
-
-
-def _packed(completion: Completion) -> dict:
-    """Returns a completion as a checkpoint holds it."""
-    logps = [math.nan if logp is None else logp for logp in completion.logps]
-    return {
-        "token_ids": torch.tensor(completion.token_ids, dtype=torch.int32),
-        "logps": torch.tensor(logps, dtype=torch.float64),
-        "versions": torch.tensor(completion.versions, dtype=torch.int32),
-        "has_ended": completion.has_ended,
-    }
-
-
-def _unpacked(state: dict) -> Completion:
-    """Returns the completion that [`_packed`] has packed."""
-    logps = [None if math.isnan(logp) else logp for logp in state["logps"].tolist()]
-    return Completion(state["token_ids"].tolist(), logps, state["versions"].tolist(), state["has_ended"])

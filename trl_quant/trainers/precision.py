@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from accelerate.utils import broadcast, is_peft_model
-from torch import nn
+from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -221,6 +221,13 @@ class QuantPrecision(CurrentNames):
     def save_generation(self, checkpoint: str) -> None:
         """Saves this rank's unfinished generation in a checkpoint."""
 
+    def routed(self, rows, model: nn.Module, mask: Tensor):
+        """
+        Returns what TRL calls with padded rows instead of a mixture of experts: it computes each token with the experts
+        that sampled it. `rows` is the model, or what stands in for it already; `mask` is 1 on tokens, (B, S).
+        """
+        return rows
+
     def phases_logged(self) -> AbstractContextManager:
         """Context of a training, in which the seconds of its phases are logged."""
         return nullcontext()
@@ -260,16 +267,18 @@ class QuantPrecision(CurrentNames):
             return super()._prepare_inputs(generation_batch)
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
+        rows = model
         if self._packed_rows is not None:
-            model = self._packed_rows(model, prompt=input_ids.shape[1] - logits_to_keep)
+            rows = self._packed_rows(model, prompt=input_ids.shape[1] - logits_to_keep)
+        rows = self.routed(rows, model, attention_mask)
         return super()._get_per_token_logps_and_entropies(
-            model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+            rows, input_ids, attention_mask, logits_to_keep, *args, **kwargs
         )
 
-    def _get_last_hidden_state(self, unwrapped_model, *args, **kwargs):  # of distillation
-        if self._packed_rows is not None:
-            unwrapped_model = PackedBackbone(unwrapped_model)
-        return super()._get_last_hidden_state(unwrapped_model, *args, **kwargs)
+    def _get_last_hidden_state(self, unwrapped_model, input_ids, attention_mask, *args, **kwargs):  # of distillation
+        rows = unwrapped_model if self._packed_rows is None else PackedBackbone(unwrapped_model)
+        rows = self.routed(rows, unwrapped_model, attention_mask)
+        return super()._get_last_hidden_state(rows, input_ids, attention_mask, *args, **kwargs)
 
     # Reward: each function must return in time, and each reward must be finite
 

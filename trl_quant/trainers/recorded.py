@@ -10,7 +10,7 @@ by [`~rollout.trl_face.recording`]). [`RecordedRollouts`] passes them on to a [`
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-from ..rollout.trl_face import Turn, recording
+from ..rollout.trl_face import Turn, recording, rows_of_turns
 from ..trl_seams import generation_derived
 from .correction_step import CorrectionStep
 from .sampling import QuantSampling
@@ -23,23 +23,17 @@ def logps_of_turns(
     Joins the log-probabilities of each completion's turns. TRL or a subclass of its trainer may have truncated a turn.
 
     Args:
-        turns (`list[Turn]`): One turn or more. The prompts of a later turn are the unfinished rows, in their order,
-            each with its completion so far.
-        prompts (`list[list[int]]`): The token ids of each prompt.
-        completions (`list[list[int]]`): The token ids of each completion, with all of its turns.
+        turns, prompts, completions: As [`~rollout.trl_face.rows_of_turns`] takes them.
 
     Returns:
         `list[list[float | None]]`: The log-probabilities of each completion's tokens, in nats; `None` for tokens that
         tools wrote between two turns.
     """
-    first, *later = turns
-    samples = [list(logps) for logps in first.logps]
-    for turn in later:
-        rows = iter(range(len(prompts)))
-        for before, drawn in zip(turn.prompts, turn.logps, strict=True):
-            row = next(row for row in rows if (prompts[row] + completions[row])[: len(before)] == before)
-            so_far = len(before) - len(prompts[row])
-            samples[row] = (samples[row] + [None] * so_far)[:so_far] + drawn
+    samples: list[list[float | None]] = [[] for _ in prompts]
+    for turn, rows in rows_of_turns(turns, prompts, completions):
+        for place, row in rows:
+            so_far = len(turn.prompts[place]) - len(prompts[row])
+            samples[row] = (samples[row] + [None] * so_far)[:so_far] + turn.logps[place]
     return [logps[: len(ids)] for logps, ids in zip(samples, completions, strict=True)]
 
 

@@ -8,7 +8,7 @@ generation, and checks what it samples. [`~trainers.precision.QuantPrecision`] i
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from .dynamic_sampling import DynamicPool
 from .pool import RolloutPool
 from .positions import check_rows, fix_choice, models_of, own_prompts
 from .precision import QuantPrecision, follow_engine, train_as_sampled
+from .routing import RoutingStep, routing_step
 
 
 logger = logging.getLogger(__name__)
@@ -47,11 +48,14 @@ class QuantSampling(QuantPrecision):
         drawn_prompts ([`~trainers.checks.DrawnPrompts`] or `None`): The check of the prompts of each generation.
         pool ([`~trainers.pool.RolloutPool`] or `None`): The groups that have started and have not been
             returned; `None` if TRL's own order of sampling serves.
+        routing ([`~trainers.routing.RoutingStep`] or `None`): The routing of the samples of a mixture of experts;
+            `None` if the engine does not return it.
     """
 
     correction_step: CorrectionStep | NoStep = NoStep()
     drawn_prompts: DrawnPrompts | None = None  # without the constructor, everything is left to TRL's
     pool: RolloutPool | None = None
+    routing: RoutingStep | None = None
     _engine: RolloutEngine | None = None  # `None` where TRL itself generates
     _has_told_unused = False
 
@@ -65,6 +69,7 @@ class QuantSampling(QuantPrecision):
         if self.args.rollouts_in_flight > 1:
             check_ends_early(self.args, generation.engine, self._engine.ends_early)
         self.pool = self._new_pool()
+        self.routing = None if self._engine is None else routing_step(self, self._engine)
 
     def _new_pool(self) -> RolloutPool | None:
         if self.args.dynamic_sampling_rounds:
@@ -114,6 +119,7 @@ class QuantSampling(QuantPrecision):
         if self._engine is None:
             self.check_computation()
             return super()._generate(prompts)
+        self.vllm_generation.turns.clear()
         if self.vllm_generation.has_samples:  # of the pool, which has synced the engine
             generated = super()._generate(prompts)
         else:
@@ -124,6 +130,8 @@ class QuantSampling(QuantPrecision):
                 if requests is not None and self._engine.requests() == requests:
                     self._tell_unused()
         check_rows(self, *generated[:2])
+        if self.routing is not None:
+            self.routing.take(self.vllm_generation.turns, *generated[:2])
         if self.args.noise_schedule is not None and self.model.training:
             self.log_values(self._engine.noise_metrics())
         return generated
@@ -246,9 +254,20 @@ class QuantSampling(QuantPrecision):
                 output = super()._generate_and_score_completions(rows)
             if self.pool.factor > 1:
                 output["ages"] = self.pool.ages(like=output["completion_ids"])
+        if self.routing is not None:
+            self.routing.write(output)
         if self._engine is not None and self.model.training:  # an evaluation leaves its metrics for the next step
             self.log_values(self._engine.take_metrics())
         return output
+
+    # Score and train: a mixture computes each token with the experts that sampled it
+
+    def routed(self, rows, model, mask):
+        return rows if self.routing is None else self.routing.rows(rows, model, mask)
+
+    def _compute_loss(self, model, inputs, *args):
+        with nullcontext() if self.routing is None else self.routing.during_loss(inputs):
+            return super()._compute_loss(model, inputs, *args)
 
     def train(self, *args, **kwargs):
         self.pool = self._new_pool()

@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from drawing import generated, set_options
@@ -17,7 +18,7 @@ from vllm_engines import SMALL, engine, keep, policy, update
 from vllm_sampling import PLACES, PROMPTS, broken_off, cached, is_lean, plainly, reasons, sampled
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.rollout.engine import Samples
+from trl_quant.rollout.engine import Samples, requests_for
 from trl_quant.rollout.sampling_options import VLLM
 from trl_quant.rollout.vllm import worker
 from trl_quant.rollout.vllm.sampling import BlocksWithRoom, read
@@ -283,9 +284,61 @@ def test_statistics_are_of_each_token(tmp_path, monkeypatch, statistics):
     assert found == sampled(sampler, PROMPTS[:4], plain=True, ignore_eos=True)[0]
 
 
+def made_up(token_ids, logprobs, routed_experts=None):
+    completion = SimpleNamespace(token_ids=token_ids, logprobs=logprobs, finish_reason="stop")
+    completion.routed_experts = routed_experts
+    return SimpleNamespace(outputs=[completion])
+
+
 def test_unscored_tokens():
-    completion = SimpleNamespace(token_ids=[4, 5], logprobs=[math.nan, -1.0], finish_reason="stop")
-    assert read([SimpleNamespace(outputs=[completion])]) == Samples([[4, 5]], [[None, -1.0]])
+    assert read([made_up([4, 5], [math.nan, -1.0])]) == Samples([[4, 5]], [[None, -1.0]])
+
+
+def test_the_routing_of_experts_is_read():
+    """Of up to 256 experts vLLM returns bytes, and of more two. A request that it has not computed has none."""
+    for kind, largest in (np.uint8, 255), (np.uint16, 511):
+        experts = np.array([[[0, largest]]], dtype=kind)
+        read_experts, none = read([made_up([4], [-1.0], experts), made_up([], [])]).routing
+        assert read_experts.tolist() == [[[0, largest]]] and read_experts.dtype == torch.int16 and none is None
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_the_routing_of_experts_is_not_cut(sampler, monkeypatch, at_once):
+    """
+    vLLM 0.31 returns it step by step, and others may at the end; a CPU's vLLM never does, so the test attaches one.
+    With lean sampling each completion has what vLLM itself makes of it: a row for each token but the last.
+    """
+    scheduler = sampler.llm.llm_engine.engine_core.engine_core.scheduler
+    update_from_output, before = scheduler.update_from_output, {}
+
+    def attached(*args, **kwargs):
+        found = update_from_output(*args, **kwargs)
+        for output in (output for outputs in found.values() for output in outputs.outputs):
+            request = scheduler.requests.get(output.request_id) or finished[output.request_id]
+            done, tokens = before.get(output.request_id, 0), request.num_tokens - 1
+            if not at_once or output.finish_reason is not None:
+                places = np.arange(done, tokens) % 200
+                output.routed_experts = np.broadcast_to(places[:, None, None], (tokens - done, 2, 2)).astype(np.uint8)
+                before[output.request_id] = tokens
+        return found
+
+    finished, add = {}, scheduler.add_request
+    monkeypatch.setattr(scheduler, "add_request", lambda one: finished.update({one.request_id: one}) or add(one))
+    monkeypatch.setattr(scheduler, "update_from_output", attached)
+    requests, seen = requests_for(PROMPTS), []
+    for lean in (True, False):
+        set_options(sampler, stop_token_ids=list(range(0, 250, 17)))
+        monkeypatch.setattr(sampler, "sampling", sampler.sampling if lean else plainly)
+        torch.manual_seed(5)
+        sampler.llm.reset_prefix_cache()
+        with sampler.generation():
+            seen.append(sampler.sample(requests))
+    lean, plain = seen
+    assert lean.token_ids == plain.token_ids and len({*map(len, lean.token_ids)}) > 1
+    for prompt, ids, *both in zip(PROMPTS, lean.token_ids, lean.routing, plain.routing, strict=True):
+        assert torch.equal(*both) and both[0][:, 0, 0].tolist() == [
+            place % 200 for place in range(len(prompt) + len(ids) - 1)
+        ]
 
 
 @pytest.mark.parametrize("lora_sync", ["merge", "adapter"])

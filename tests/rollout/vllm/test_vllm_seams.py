@@ -43,7 +43,8 @@ NAMES = {
     "vllm": "EngineArgs LLM ModelRegistry SamplingParams __version__ _custom_ops",
     "vllm:EngineArgs": """additional_config attention_config compilation_config disable_cascade_attn disable_log_stats
         distributed_executor_backend dtype
-        enable_lora enable_sleep_mode enforce_eager gpu_memory_utilization hf_overrides kv_cache_memory_bytes
+        enable_lora enable_return_routed_experts enable_sleep_mode enforce_eager gpu_memory_utilization hf_overrides
+        kv_cache_memory_bytes
         load_format logprobs_mode lora_target_modules max_lora_rank max_model_len max_num_seqs model model_impl
         model_loader_extra_config quantization quantization_config seed skip_tokenizer_init speculative_config
         tensor_parallel_size trust_remote_code worker_cls""",
@@ -70,7 +71,7 @@ NAMES = {
     "vllm.model_executor.models.registry": "_run_in_subprocess",
     # What the engine returns, and what a server tells of itself
     "vllm.outputs:RequestOutput": "outputs prompt_logprobs",
-    "vllm.outputs:CompletionOutput": "logprobs token_ids",
+    "vllm.outputs:CompletionOutput": "logprobs routed_experts token_ids",
     "vllm.logprobs:Logprob": "logprob",
     "vllm.config:VllmConfig": """additional_config cache_config compilation_config device_config lora_config
         model_config speculative_config weight_transfer_config""",
@@ -128,7 +129,8 @@ NAMES = {
     "vllm.v1.core.sched.scheduler:Scheduler": "block_size kv_cache_manager",
     "vllm.v1.engine": "EngineCoreOutput FinishReason",
     "vllm.v1.engine:FinishReason": "ABORT",
-    "vllm.v1.engine:EngineCoreOutput": "finish_reason new_logprobs new_token_ids request_id stop_reason",
+    "vllm.v1.engine:EngineCoreOutput": """finish_reason new_logprobs new_token_ids request_id routed_experts
+        stop_reason""",
     "vllm.v1.engine.output_processor:OutputProcessorOutput": "__dataclass_fields__ request_outputs",
     "vllm.v1.kv_cache_interface:KVCacheConfig": "kv_cache_groups",
     "vllm.v1.outputs:LogprobsLists": "cu_num_generated_tokens logprobs slice_request",

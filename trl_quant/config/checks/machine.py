@@ -3,7 +3,7 @@
 from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
 from transformers.utils import is_liger_kernel_available
 
-from ...rollout.vllm.support import check_device, check_version
+from ...rollout.vllm.support import check_device, check_returns_routing, check_version
 from ..given import Given
 from .rule import Rule, refusal
 
@@ -59,6 +59,12 @@ RULES = (
             and refusal(check_device, run.spec.sampled_in, run.args.vllm_enable_sleep_mode)
         ),
         message="{found}",
+        needs="machine",
+    ),
+    Rule(
+        ("router_replay",),
+        when=lambda run: run.args.router_replay and run.spec.source == "colocate" and refusal(check_returns_routing),
+        message="`router_replay`=True: {found}",
         needs="machine",
     ),
 )

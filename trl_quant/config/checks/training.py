@@ -1,7 +1,7 @@
 """Rules of what is trained: its precision, its sharding, its reference model, and the scale of UAQ."""
 
 from ...formats import FORMATS
-from ...models.families import family_of
+from ...models.families import families_with, family_of
 from ...models.linears import linears
 from ...precisions import PRECISIONS, frozen_bases, qat_precisions, unified_flows
 from ...storage.layout import check_groups
@@ -62,6 +62,12 @@ def _scales_again(run: Given) -> float | None:
 
 def _is_unscaled(run: Given) -> bool:
     return run.args.uaq_scale is not None and getattr(run.config, "uaq_scale", None) is None
+
+
+def _not_routed(run: Given) -> str | None:
+    """Returns the families whose routing is known, if the policy's is not one of them."""
+    known = families_with("scores")
+    return ", ".join(known) if run.config.get_text_config().model_type not in known else None
 
 
 RULES = (
@@ -193,6 +199,38 @@ RULES = (
         ("pack_sequences",),
         when=lambda run: run.args.pack_sequences and why_not_packed(run.args, run.config, run.processing_class),
         message="`pack_sequences`=True cannot act: {found}.",
+        needs="model",
+    ),
+    Rule(
+        ("router_replay", "rollout_precision"),
+        when=lambda run: run.args.router_replay and run.spec.sampler is None,
+        message="`router_replay`=True needs an engine that returns its routing, but `rollout_precision` is not set. "
+        "Set `rollout_precision='bf16'` for one without quantization.",
+    ),
+    Rule(
+        ("router_replay", "vllm_mode"),
+        when=lambda run: run.args.router_replay and run.spec.source == "server",
+        message="`router_replay`=True with `vllm_mode='server'`: a server does not return its routing. Use "
+        "`vllm_mode='colocate'` or `use_vllm=False`, or leave it unset.",
+    ),
+    Rule(
+        ("router_replay", "torch_compile"),
+        when=lambda run: run.args.router_replay and run.args.torch_compile,
+        message="`router_replay`=True with `torch_compile=True`: the hooks that replay were not tried in a compiled "
+        "model. Unset one of the two.",
+    ),
+    Rule(
+        ("router_replay",),
+        when=lambda run: run.args.router_replay and run.others.get("rollout_func"),
+        message="`router_replay`=True with a `rollout_func`, of whose completions it is not known which tokens the "
+        "engine has sampled. Leave it unset.",
+        needs="arguments",
+    ),
+    Rule(
+        ("router_replay",),
+        when=lambda run: run.args.router_replay and _not_routed(run),
+        message="`router_replay`=True acts only on the mixtures of experts of {found}, and the policy's `model_type` "
+        "is {run.config.model_type!r}. Leave it unset.",
         needs="model",
     ),
     Rule(

@@ -28,11 +28,14 @@ from transformers.initialization import no_init_weights
 
 from ...layers import EngineExperts, EngineLinear, SampledLinear
 from ...models.linears import sampled_linears
+from ...models.routers import routers
 from ...noise import noised_norms
 from ...policy.positions import fix_positions, fixed_context, keep_cache
+from ...policy.routing import choices_recorded
 from ...policy.unified import fuse
 from ..base import RolloutEngine, count_layers
 from ..engine import Enough, Request, RolloutNoise, Samples
+from ..routing import split_by_request
 from ..sampling_options import check_supported
 from ..tensors import default_dtype, ties_embeddings
 from ..tokenizer import id_list
@@ -157,6 +160,7 @@ class TransformersEngine(RolloutEngine):
         self.cache_implementation = cache_implementation
         check_supported(self.settings.generation_kwargs)
         self.copy = self.build_copy(self.weights.base_model)
+        self.returns_routing = bool(routers(self.copy))
 
     def _generation_options(self) -> dict:
         """Returns the settings by `GenerationConfig`'s names; `generation_kwargs` override them."""
@@ -344,7 +348,7 @@ class TransformersEngine(RolloutEngine):
 
         Returns:
             [`Samples`]: The completions, with the log-probability, in nats, with which each token was sampled: after
-            temperature, top-k, top-p and min-p.
+            temperature, top-k, top-p and min-p. A mixture's have their routing too.
         """
         self._check_prompts(requests, processed)
         prompts = [request.given for request in requests]
@@ -380,7 +384,7 @@ class TransformersEngine(RolloutEngine):
             for name, field in _for_given(processed or {}, requests).items()
         }
 
-        with self.accelerator.autocast():
+        with self.accelerator.autocast(), choices_recorded(self.copy) as choices:
             sequences = self.copy.generate(
                 input_ids,
                 attention_mask=attention_mask,
@@ -395,7 +399,9 @@ class TransformersEngine(RolloutEngine):
         lengths = lengths_to_end(torch.stack(ends.columns, dim=1))
         token_ids = [row[:length] for row, length in zip(sequences[:, longest:].tolist(), lengths, strict=True)]
         logps = [row[:length] for row, length in zip(logps, lengths, strict=True)]
-        return Samples(token_ids, logps, ends.ended.tolist() if ends.is_early else None)
+        layers = self.copy.config.get_text_config().num_hidden_layers
+        routing = split_by_request(choices, layers, [*map(len, prompts)], lengths) if choices else None
+        return Samples(token_ids, logps, ends.ended.tolist() if ends.is_early else None, routing)
 
     def _check_prompts(self, requests: list[Request], processed: Mapping[str, Any] | None) -> None:
         """Raises `ValueError` for images that the processor has not prepared, and for tokens that the model lacks."""

@@ -64,6 +64,8 @@ class VLLMEngine(VLLMBase):
         sleep_level (`int`, *optional*, defaults to `2`): vLLM's sleep level if `enable_sleep_mode` is set.
         exact (`bool`, *optional*, defaults to `False`):
             Whether the results for a token must not depend on the other tokens of its batch; see [`exact`].
+        returns_routing (`bool`, *optional*, defaults to `False`):
+            Whether vLLM returns the routing of a mixture of experts ([`~rollout.routing`]), which needs a GPU.
 
     Attributes:
         pushed (`dict[str, torch.Tensor]`): The adapter that the engine holds, with `lora_sync="adapter"`.
@@ -82,9 +84,11 @@ class VLLMEngine(VLLMBase):
         lora_sync: str = EngineSpec.lora_sync,
         sleep_level: int = DISCARDS,
         exact: bool = False,
+        returns_routing: bool = False,
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
+        self.returns_routing = returns_routing
         self.engine_kwargs = dict(engine_kwargs or {})
         self.lora_sync = lora_sync
         self.exact = exact
@@ -119,7 +123,7 @@ class VLLMEngine(VLLMBase):
             with one_copy.lending(self._base_to_share()), told:
                 self.llm = lifetime.start_on_a_free_port(partial(LLM, **arguments), self.accelerator)
         except (RuntimeError, ValueError, MemoryError) as error:
-            raise _start_error(error, self.precision, self.model.name_or_path) from error
+            raise lifetime.start_error(error, self.precision, self.model.name_or_path) from error
         lifetime.ends_with(self, self.llm)
 
         found = sampled_linears(self.weights.base_model).values()
@@ -215,6 +219,8 @@ class VLLMEngine(VLLMBase):
         entry = PRECISIONS[self.precision]
         arguments = {"dtype": "bfloat16", "quantization": entry.vllm.online, **arguments}
         arguments["enable_sleep_mode"] = self.sleep_level > 0
+        if self.returns_routing:
+            arguments["enable_return_routed_experts"] = True
         outside = outside_decoder(self.weights.base_model, config.architectures or [], self.vllm.model_impl)
         if self.on_cpu and self.vllm.tensor_parallel_size > 1:
             arguments.setdefault("worker_cls", RANK_ON_CPU)
@@ -428,8 +434,8 @@ class VLLMEngine(VLLMBase):
             image_token = getattr(self.processing_class, "image_token_id", None)
             samples = sampled(self.llm, everyones, asked, enough, image_token)
         own = slice(start, start + len(requests))
-        ended = None if samples.ended is None else samples.ended[own]
-        return Samples(samples.token_ids[own], samples.logps[own], ended)
+        ended, routing = (each and each[own] for each in (samples.ended, samples.routing))
+        return Samples(samples.token_ids[own], samples.logps[own], ended, routing)
 
     def _gathered(self, requests: list[Request]) -> tuple[list[Request], int]:
         """Returns the requests of all ranks that form this engine, and the place of this rank's first among them."""
@@ -477,21 +483,3 @@ def _cached_blocks(llm) -> int:
     """Returns the number of blocks of keys and values that the prefix cache would reuse."""
     manager = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
     return len(manager.block_pool.cached_block_hash_to_block)
-
-
-def _start_error(error: Exception, precision: str, model: str) -> Exception:
-    """Returns the error for an engine that did not start, with advice."""
-    message = f"vLLM did not start {model} with `rollout_precision`={precision!r}: {error}"
-    if "'lm_head'" in str(error):
-        return ValueError(
-            f"{message}\nvLLM's model has no head of its own, but the policy has one (`tie_word_embeddings=False`). "
-            "Sample with `use_vllm=False`."
-        )
-    if "memory" not in str(error).lower() and not isinstance(error, MemoryError):
-        return RuntimeError(message)
-    return ValueError(
-        f"{message}\nThe engine needs more memory than it may use. Raise `vllm_gpu_memory_utilization`, or on a CPU "
-        "`kv_cache_memory_bytes` in `vllm_engine_kwargs`; lower `vllm_max_model_length`; set "
-        "`vllm_enable_sleep_mode=True`, so that engine and trainer take turns; or take a `rollout_precision` with "
-        "fewer bits."
-    )

@@ -94,3 +94,21 @@ def _end(llm) -> None:
     config.compilation_config.static_forward_context.clear()  # refers to layers and their KV caches
     _ended.append(client)
     empty_cache()
+
+
+def start_error(error: Exception, precision: str, model: str) -> Exception:
+    """Returns the error for an engine that did not start, with advice."""
+    message = f"vLLM did not start {model} with `rollout_precision`={precision!r}: {error}"
+    if "'lm_head'" in str(error):
+        return ValueError(
+            f"{message}\nvLLM's model has no head of its own, but the policy has one (`tie_word_embeddings=False`). "
+            "Sample with `use_vllm=False`."
+        )
+    if "memory" not in str(error).lower() and not isinstance(error, MemoryError):
+        return RuntimeError(message)
+    return ValueError(
+        f"{message}\nThe engine needs more memory than it may use. Raise `vllm_gpu_memory_utilization`, or on a CPU "
+        "`kv_cache_memory_bytes` in `vllm_engine_kwargs`; lower `vllm_max_model_length`; set "
+        "`vllm_enable_sleep_mode=True`, so that engine and trainer take turns; or take a `rollout_precision` with "
+        "fewer bits."
+    )

@@ -22,6 +22,10 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from ...trl_seams import exchanged
 from ..answers import fault_of_end
 from ..engine import Enough, Request, Samples
@@ -107,7 +111,8 @@ def read(outputs, unfinished: Collection[str] = ()) -> Samples:
     if fault is not None:
         raise RuntimeError(f"vLLM returned samples that cannot be used: {fault}.")
     ids, logps = [list(each.token_ids) for each in completions], [logps_of(each) for each in completions]
-    return Samples(ids, logps, ended if unfinished else None)
+    routing = [routing_of(each) for each in completions]
+    return Samples(ids, logps, ended if unfinished else None, routing if any(x is not None for x in routing) else None)
 
 
 def sampled(
@@ -139,6 +144,12 @@ def logps_of(completion) -> list[float | None]:
         for token, value in zip(completion.token_ids, completion.logprobs, strict=True)
     ]
     return [None if math.isnan(value) else value for value in values]
+
+
+def routing_of(completion) -> Tensor | None:
+    """Returns the [`~rollout.routing`] of a completion; `None` if vLLM returns none."""
+    experts = completion.routed_experts
+    return None if experts is None else torch.from_numpy(experts.astype(np.int16))
 
 
 @contextmanager
@@ -260,26 +271,30 @@ class HeldOutputs:
     """
     Replaces vLLM's `OutputProcessor.process_outputs` and collects the tokens of a completion until it ends. vLLM then
     processes all of them at once, without log-probabilities, and these are added to its output as a `list[float]`, in
-    nats.
+    nats. The routing of a mixture of experts, which vLLM returns in parts, is joined too.
     """
 
     def __init__(self, processor):
         self.process = processor.process_outputs
-        self.held: dict[str, tuple] = {}  # request -> (its first output, its token ids, their log-probabilities)
+        # request -> (its first output, its token ids, their log-probabilities, parts of its routing)
+        self.held: dict[str, tuple] = {}
 
     def __call__(self, outputs, *args, **kwargs):
         ended, ended_logps = [], []
         for output in outputs:
             if output.request_id not in self.held:
-                self.held[output.request_id] = output, [], []
-            first, ids, logps = self.held[output.request_id]
+                self.held[output.request_id] = output, [], [], []
+            first, ids, logps, routing = self.held[output.request_id]
             ids.extend(output.new_token_ids)
+            if output.routed_experts is not None:
+                routing.append(output.routed_experts)
             if output.new_logprobs is not None:
                 logps.extend(output.new_logprobs)
             if output.finish_reason is not None:
                 del self.held[output.request_id]
                 first.new_token_ids, first.new_logprobs = ids, None
                 first.finish_reason, first.stop_reason = output.finish_reason, output.stop_reason
+                first.routed_experts = np.concatenate(routing) if routing else None
                 ended.append(first)
                 ended_logps.append(logps)
         processed = self.process(ended, *args, **kwargs)

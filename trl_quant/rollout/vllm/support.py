@@ -249,6 +249,17 @@ def check_experts_here(precision: str) -> None:
         )
 
 
+def check_returns_routing() -> None:
+    """Raises `ValueError` on a CPU, where vLLM does not return the routing of a mixture of experts."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        raise ValueError(
+            "vLLM returns the routing of experts from its second model runner, which needs a GPU. Set "
+            "`use_vllm=False`, or leave the field unset."
+        )
+
+
 def multiply_as_given(precision: str) -> None:
     """
     Sets vLLM's environment variables so that engines that start in this process multiply the given codes and scales

@@ -1,0 +1,81 @@
+"""The completions of a prompt, finished or not, as a [`~trainers.pool.RolloutPool`] holds them."""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..rollout.routing import continued
+
+
+@dataclass
+class Completion:
+    """
+    A completion, finished or not.
+
+    Parameters:
+        token_ids (`list[int]`): Its tokens so far.
+        logps (`list[float | None]`): The log-probability, in nats, with which each was sampled; `None` if unknown.
+        versions (`list[int]`): The generation that sampled each token.
+        has_ended (`bool`): Whether the completion has finished.
+        routing (`torch.Tensor` or `None`):
+            The [`~rollout.routing`] of its prompt and its tokens so far, each as it was first computed.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    logps: list[float | None] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    has_ended: bool = False
+    routing: Tensor | None = None
+
+    def add(self, token_ids: list[int], logps: list, version: int, has_ended: bool, routing: Tensor | None) -> None:
+        """Adds what a generation, the `version`, has sampled."""
+        self.token_ids += token_ids
+        self.logps += logps
+        self.versions += [version] * len(token_ids)
+        self.has_ended = has_ended
+        if routing is not None:
+            self.routing = continued(self.routing, routing)
+
+    def state_dict(self) -> dict:
+        """Returns the completion as a checkpoint holds it."""
+        logps = [math.nan if logp is None else logp for logp in self.logps]
+        return {
+            "token_ids": torch.tensor(self.token_ids, dtype=torch.int32),
+            "logps": torch.tensor(logps, dtype=torch.float64),
+            "versions": torch.tensor(self.versions, dtype=torch.int32),
+            "has_ended": self.has_ended,
+            "routing": self.routing,
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: dict) -> "Completion":
+        """Returns the completion that [`state_dict`] has described."""
+        logps = [None if math.isnan(logp) else logp for logp in state["logps"].tolist()]
+        ids, versions = state["token_ids"].tolist(), state["versions"].tolist()
+        return cls(ids, logps, versions, state["has_ended"], state.get("routing"))
+
+
+@dataclass
+class Group:
+    """
+    The completions of one prompt.
+
+    Parameters:
+        place (`int`): Its place, from 0, in the order in which the run's groups start.
+        row (`int`): The row of the training data.
+        prompt (`list[int]`): Token ids of the prompt.
+        began (`int`): The generation in which it started.
+        completions (`list[Completion]`): Its completions.
+    """
+
+    place: int
+    row: int
+    prompt: list[int]
+    began: int
+    completions: list[Completion]
+
+    @property
+    def has_finished(self) -> bool:
+        return all(completion.has_ended for completion in self.completions)
