@@ -1,6 +1,6 @@
 """Linear layers that compute in low precision as an engine does. Engines, the self-check and training use them."""
 
-from .experts import EngineExperts
+from .experts import EngineExperts, UnheldExperts
 from .frozen import FrozenLinear
 from .linear import QuantLinear
 from .quantized import EngineLinear, EngineWeight, engine_weight, held_vllm_linear, quantized_linear, vllm_linear
@@ -14,6 +14,7 @@ __all__ = [
     "FrozenLinear",
     "QuantLinear",
     "SampledLinear",
+    "UnheldExperts",
     "UnifiedLinear",
     "engine_weight",
     "held_vllm_linear",

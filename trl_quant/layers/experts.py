@@ -69,3 +69,22 @@ class EngineExperts(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.shape}, format={self.format!r}"
+
+
+class UnheldExperts(EngineExperts):
+    """
+    As [`EngineExperts`], for a tensor that lives elsewhere: each expert is quantized when it is multiplied, so that no
+    second copy of a layer's experts is held.
+
+    Parameters:
+        tensor (`torch.Tensor`): (experts, out, in).
+        precision, dtype: As in [`EngineExperts`].
+    """
+
+    def __init__(self, tensor: Tensor, precision: str, dtype: torch.dtype):
+        super().__init__(tensor.shape, precision, dtype)
+        self.tensor = (tensor,)  # in a tuple, so that the parameter does not become this module's
+
+    def __getitem__(self, expert: int | Tensor) -> _Expert:
+        weight, _ = engine_weight(self.tensor[0][expert].detach(), self.format, self.dtype)
+        return _Expert(weight, self.format)

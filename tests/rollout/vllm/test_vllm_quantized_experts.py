@@ -5,6 +5,8 @@ A CPU's vLLM has no INT8 kernel for experts, so a loop over tokens and experts s
 held tensors are vLLM's own. `tests/gpu/test_experts_gpu.py` runs its kernels, in every precision.
 """
 
+import copy
+
 import pytest
 import torch
 from tiny import MIXTURES
@@ -18,7 +20,9 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm_engines import engine, fresh, greedy, policy, update
 
 from trl_quant.formats import quantize
+from trl_quant.models.linears import sampled_linears
 from trl_quant.rollout.experts import NamesOnDisk
+from trl_quant.rollout.verify.self_check import Reference, mean_difference, policy_logps, rows_to_check
 from trl_quant.rollout.vllm import base, kernel_checks
 from trl_quant.rollout.vllm.experts import check_experts, expert_layers, rows_of_experts
 
@@ -98,6 +102,26 @@ def test_two_syncs_leave_the_bits_of_a_fresh_engine(sampler, tmp_path):
     assert seen[0] != seen[1]
     metrics = sampler.check_sync()
     assert metrics["sync_check/logp_difference"] < metrics["sync_check/bound"]
+
+
+def test_the_reference_quantizes_experts(sampler, monkeypatch):
+    """In MXFP4, whose inputs are not quantized, it is the policy with dequantized weights, experts included."""
+    monkeypatch.setattr(sampler, "precision", "mxfp4")
+    sequences = rows_to_check(sampler, 100, 200)
+    found = Reference(sampler).logps(sequences)
+    policy = copy.deepcopy(sampler.model).to(torch.bfloat16)
+    policy.set_experts_implementation("eager")
+    expected = []
+    for experts in (False, True):
+        for layer in sampled_linears(policy).values():
+            if layer.holds_experts == experts:
+                weight = policy.get_parameter(layer.weight)
+                weight.data = quantize(dict(sampler.model.named_parameters())[layer.weight].data, "mxfp4").dequantize(
+                    torch.bfloat16
+                )
+        expected.append(policy_logps(policy, sequences, torch.device("cpu")))
+    bf16_experts, all_quantized = expected
+    assert mean_difference(found, all_quantized) < 0.2 * mean_difference(found, bf16_experts)
 
 
 def test_the_rows_of_experts_are_those_that_a_sync_sends(sampler):

@@ -36,7 +36,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from ...layers import EngineWeight, FrozenLinear, held_vllm_linear, quantized_linear, vllm_linear
+from ...layers import EngineWeight, FrozenLinear, UnheldExperts, held_vllm_linear, quantized_linear, vllm_linear
 from ...precisions import PRECISIONS
 from ..tensors import base_layer, outer_modules
 from ..weights import PolicyWeights
@@ -330,8 +330,8 @@ class Reference:
     def _stand_ins(self, adapted: bool, rounding: "Rounding | None") -> dict[str, nn.Module]:
         """Returns the module that replaces each linear layer of the decoder, by the layer's place in the policy."""
         policy, engine = self.weights.base_model, self.engine
-        # Experts compute in BF16, as the policy's own; `differing_weight` compares each of them
-        layers = {place: layer for place, layer in self.weights.linears().items() if not layer.holds_experts}
+        found = self.weights.linears()
+        layers = {place: layer for place, layer in found.items() if not layer.holds_experts}
         named = {layer.name: policy.get_submodule(place) for place, layer in layers.items()}
         merged = adapted and engine.lora_sync == "merge"
         shares_scale = PRECISIONS[engine.precision].vllm.fused_scale
@@ -342,6 +342,10 @@ class Reference:
             stand_in = EngineLayer(engine, group, fused.index(layer.name), rounding)
             keeps_adapter = adapted and not merged and isinstance(named[layer.name], BaseTunerLayer)
             stand_ins[f"{place}.base_layer" if keeps_adapter else place] = stand_in
+        if PRECISIONS[engine.precision].format is None:  # experts compute in BF16, as the policy's own
+            return stand_ins
+        for place in found.keys() - layers.keys():
+            stand_ins[place] = UnheldExperts(policy.get_parameter(place), engine.precision, torch.bfloat16)
         return stand_ins
 
 
