@@ -25,6 +25,7 @@ from trl_quant.rollout.experts import NamesOnDisk
 from trl_quant.rollout.verify.self_check import Reference, mean_difference, policy_logps, rows_to_check
 from trl_quant.rollout.vllm import base, kernel_checks
 from trl_quant.rollout.vllm.experts import check_experts, expert_layers, rows_of_experts
+from trl_quant.rollout.vllm.repairs import constants, plain_tensors, restore_plain_tensors
 
 
 pytestmark = pytest.mark.vllm
@@ -212,3 +213,37 @@ def test_a_quantized_router_is_refused(sampler):
         pytest.skip("its router has another name in vLLM")
     with pytest.raises(RuntimeError, match=r"run otherwise, such as model.layers.1.mlp.gate"):
         sampler.llm.apply_model(with_quantized_router)
+
+
+class Kernel:
+    """An object of vLLM's that holds tensors, as those that multiply experts do."""
+
+    __module__ = "vllm.model_executor.layers.fused_moe"
+
+    def __init__(self, **held):
+        vars(self).update(held)
+
+
+def with_kernel(scale: torch.nn.Parameter, strides: list[int]) -> Kernel:
+    experts = Kernel(strides=torch.tensor(strides), config=Kernel(scale=scale.data))
+    return Kernel(moe_kernel=Kernel(experts=experts, again=experts))
+
+
+def test_what_graphs_read_of_a_kernel_outlives_a_reload_and_a_sleep():
+    layer = torch.nn.Linear(2, 2)
+    layer.quant_method = with_kernel(layer.weight, [3, 4])
+    before = plain_tensors(layer)
+    strides, scale = layer.quant_method.moe_kernel.experts.strides, layer.quant_method.moe_kernel.experts.config.scale
+    kept = constants(layer)
+    assert [tensor is strides for tensor, _ in kept] == [True]  # the scale is the layer's parameter
+    strides.zero_()  # a sleep
+    for tensor, copy_ in kept:
+        tensor.copy_(copy_)
+    assert strides.tolist() == [3, 4]
+    layer.quant_method = with_kernel(torch.nn.Parameter(torch.full((2, 2), 7.0)), [5, 6])  # a reload
+    restore_plain_tensors(before)
+    held = layer.quant_method.moe_kernel.experts
+    assert held.strides is strides and strides.tolist() == [5, 6]
+    assert held.config.scale is scale and (scale == 7).all() and (layer.weight == 7).all()
+    layer.quant_method = Kernel(moe_kernel=None)
+    restore_plain_tensors(before)  # nothing to restore

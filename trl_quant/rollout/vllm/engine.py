@@ -99,6 +99,7 @@ class VLLMEngine(VLLMBase):
         self.kernels: Kernels | None = None
         self.destinations: dict[str, Tensor] | None = None
         self._asleep: set[str] = set()  # vLLM's tags of the memory that sleeps
+        self._discarded: list[tuple[Tensor, Tensor]] = []  # what sleep discards and no sync sends, with copies of it
         self._group = None  # of the ranks that form one engine
         # With `lora_sync="adapter"`, fingerprints of the base's parameters when the engine started ...
         self._base_at_start: dict[str, Hashable] = {}
@@ -114,7 +115,15 @@ class VLLMEngine(VLLMBase):
             multiply_as_given(self.precision)
         from vllm import LLM
 
-        from . import experts, kernel_checks, lifetime, loading, one_copy, progress  # noqa: F401, `loading` registers a loader
+        from . import (
+            experts,
+            kernel_checks,
+            lifetime,
+            loading,  # noqa: F401, registers a loader
+            one_copy,
+            progress,
+            repairs,
+        )
 
         self._group = self._ranks_of_engine()
         arguments = self._start_arguments() | self._llm_arguments()
@@ -153,6 +162,8 @@ class VLLMEngine(VLLMBase):
         is_on_trial = next(self.model.parameters()).is_meta  # a trial's policy gets its values later
         if self.lora_sync == "adapter" and not self.weights.is_sharded and not is_on_trial:
             self._base_at_start = self._base_fingerprints()
+        if self.sleep_level == DISCARDS:
+            (self._discarded,) = self.llm.apply_model(repairs.constants)
         self.rest()
 
     def _base_to_share(self) -> PolicyWeights | None:
@@ -390,6 +401,8 @@ class VLLMEngine(VLLMBase):
             empty_cache()  # vLLM takes its memory back outside torch's allocator
             self.llm.wake_up(tags=[tag])
             self._asleep.discard(tag)
+            for tensor, copy in self._discarded if tag == "weights" else ():
+                tensor.copy_(copy)
 
     def rest(self) -> None:
         if self.sleep_level:

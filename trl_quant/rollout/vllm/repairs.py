@@ -1,5 +1,6 @@
 """Repairs what a reload breaks in vLLM's layers. The faults were seen in vLLM 0.26 (CUDA) and 0.31 (CPU)."""
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -44,24 +45,58 @@ def keep_bias_loaders(model: nn.Module) -> None:
 def plain_tensors(model: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
     """
     Returns the tensors that layers hold in addition to their parameters and buffers, such as the locks of Marlin's
-    kernels. A reload replaces them and frees the old ones, which captured CUDA graphs still read. If the memory of a
-    lock is then used for something else, the kernels wait forever.
+    kernels, or the strides and scales of kernels for experts. A reload replaces them and frees the old ones, which
+    captured CUDA graphs still read. If the memory of a lock is then used for something else, the kernels wait forever.
+
+    Returns:
+        `dict`: (module, path of the attribute in it) -> tensor.
     """
     found = {}
     for module in model.modules():
-        for name, value in vars(module).items():
-            if isinstance(value, Tensor):
-                found[module, name] = value
+        found |= {(module, name): value for name, value in vars(module).items() if isinstance(value, Tensor)}
+        if hasattr(module, "quant_method"):
+            found |= {(module, path): value for path, value in _held(module.quant_method, "quant_method", set())}
     return found
+
+
+def _held(owner: object, path: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors that an object of vLLM's, and those inside it, hold as attributes, with their paths."""
+    seen.add(id(owner))
+    for name, value in vars(owner).items():
+        if isinstance(value, Tensor):
+            yield f"{path}.{name}", value
+            continue
+        is_vllms = type(value).__module__.startswith("vllm.model_executor.") and hasattr(value, "__dict__")
+        if is_vllms and not isinstance(value, nn.Module) and id(value) not in seen:
+            yield from _held(value, f"{path}.{name}", seen)
+
+
+def _owner(module: nn.Module, path: str) -> object | None:
+    """Returns the object that has the attribute at the end of a path; `None` if the path leads nowhere any more."""
+    for name in path.split(".")[:-1]:
+        module = getattr(module, name, None)
+    return module
 
 
 def restore_plain_tensors(plain: dict[tuple[nn.Module, str], Tensor]) -> None:
     """Puts the tensors of [`plain_tensors`] back, with the values of those that replaced them in a reload."""
-    for (module, name), tensor in plain.items():
-        replacement = vars(module).get(name)
+    for (module, path), tensor in plain.items():
+        owner, name = _owner(module, path), path.rpartition(".")[2]
+        replacement = vars(owner).get(name) if hasattr(owner, "__dict__") else None
         if isinstance(replacement, Tensor) and replacement is not tensor and replacement.shape == tensor.shape:
             tensor.copy_(replacement)
-            setattr(module, name, tensor)
+            setattr(owner, name, tensor)
+
+
+def constants(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """
+    Returns the tensors of kernels that share no memory with the model's parameters, such as the strides of CUTLASS's
+    experts, each with a copy on the CPU. A sleep of level 2 discards them, and where codes are written in place nothing
+    makes them anew.
+    """
+    held = {param.untyped_storage().data_ptr() for param in model.parameters()}
+    found = {id(tensor): tensor for (_, path), tensor in plain_tensors(model).items() if "." in path}.values()
+    return [(tensor, tensor.cpu()) for tensor in found if tensor.untyped_storage().data_ptr() not in held]
 
 
 def refresh_tied_head(model: nn.Module) -> None:
