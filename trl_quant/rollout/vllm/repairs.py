@@ -96,7 +96,9 @@ def constants(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """
     held = {param.untyped_storage().data_ptr() for param in model.parameters()}
     found = {id(tensor): tensor for (_, path), tensor in plain_tensors(model).items() if "." in path}.values()
-    return [(tensor, tensor.cpu()) for tensor in found if tensor.untyped_storage().data_ptr() not in held]
+    return [
+        (tensor, tensor.to("cpu", copy=True)) for tensor in found if tensor.untyped_storage().data_ptr() not in held
+    ]
 
 
 def refresh_tied_head(model: nn.Module) -> None:
