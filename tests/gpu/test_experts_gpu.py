@@ -93,9 +93,10 @@ def test_live_equals_fresh_and_faults_are_found(family, precision, tmp_path, mon
         assert name.endswith("gate") or found.endswith(name[name.index("[") :])
     sampler.sync()
     assert sampler.differing_weight() is None
+    codes = {"prepared": PRECISIONS[precision].format is not None, "device": "cuda"}
     for number, (state, samples) in enumerate(zip(copies, seen, strict=True)):
         model.load_state_dict(state)
-        assert greedy(fresh(model, precision, tmp_path / f"checkpoint-{number}", device="cuda")) == samples
+        assert greedy(fresh(model, precision, tmp_path / f"checkpoint-{number}", **codes)) == samples
     torch.cuda.empty_cache()
 
 

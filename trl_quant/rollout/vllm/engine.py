@@ -401,8 +401,9 @@ class VLLMEngine(VLLMBase):
             empty_cache()  # vLLM takes its memory back outside torch's allocator
             self.llm.wake_up(tags=[tag])
             self._asleep.discard(tag)
-            for tensor, copy in self._discarded if tag == "weights" else ():
-                tensor.copy_(copy)
+            with torch.inference_mode():  # in which vLLM made these tensors
+                for tensor, copy in self._discarded if tag == "weights" else ():
+                    tensor.copy_(copy)
 
     def rest(self) -> None:
         if self.sleep_level:
