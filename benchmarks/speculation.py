@@ -1,7 +1,7 @@
 """
 Measures what vLLM's speculative decoding gains in sampling, on a policy that was taught a text.
 
-    head -n 1000 train.jsonl > texts.jsonl                              # GSM8K's rows: "question" and "answer"
+    head -n 500 train.jsonl > texts.jsonl                               # GSM8K's rows: "question" and "answer"
     python benchmarks/speculation.py --data texts.jsonl
     python benchmarks/speculation.py --data texts.jsonl --precision fp8 --batches 8 64 --size 3b --draft 0.5b
 
@@ -111,8 +111,8 @@ def main():
     parser.add_argument("--models", type=Path, help="what this wrote before; trained if not given, or not there")
     parser.add_argument("--size", choices=SHAPES, default="3b" if CUDA else "tiny", help="of the policy")
     parser.add_argument("--draft", choices=SHAPES, default="0.5b" if CUDA else "tiny", help="size of the draft model")
-    parser.add_argument("--updates", type=int, default=100 if CUDA else 5, help="of the training on the texts")
-    parser.add_argument("--sequences", type=int, default=16 if CUDA else 2, help="of an update")
+    parser.add_argument("--updates", type=int, default=200 if CUDA else 5, help="of the training on the texts")
+    parser.add_argument("--sequences", type=int, default=8 if CUDA else 2, help="of an update")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS if CUDA else ("none", "waiting"))
     parser.add_argument("--precision", choices=PRECISIONS, default="bf16" if CUDA else "int8")
     parser.add_argument("--batches", nargs="+", type=int, default=[8, 64] if CUDA else [2, 4])
