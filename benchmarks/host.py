@@ -2,7 +2,7 @@
 Times what each part of `trl_quant/rollout/vllm/sampling.py` saves of a decode step, for many completions in flight.
 
     python benchmarks/host.py                          # 7B shapes on a GPU, tiny ones on a CPU
-    python benchmarks/host.py --batches 128 192 --rounds 5
+    python benchmarks/host.py --batches 128 192 --rounds 9
 
 One engine samples generations of equal lengths: with all parts, and without each of them in turn, in that order in each
 round. A row has the median over the rounds, in milliseconds of a decode step, and how much longer a step is without the
@@ -16,6 +16,7 @@ part. All prompts are in the prefix cache.
 | gc | no garbage collection during the generation |
 """
 
+import os
 import random
 import statistics
 import sys
@@ -133,15 +134,16 @@ def main():
     parser.add_argument("--precisions", nargs=1, choices=PRECISIONS, default=["fp8"] if CUDA else ["int8"])
     parser.add_argument("--batches", nargs="+", type=int, default=[64, 128, 192] if CUDA else [8])
     parser.add_argument("--new", type=int, default=256 if CUDA else 16, metavar="TOKENS")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path, help="directory for a JSON file, compressed, named after the machine")
     args = parser.parse_args()
     if args.one:
         return report(measure(args))
+    load = os.getloadavg()
     found = in_own_process([*sys.argv[1:], "--one", *args.precisions], args.timeout)
     if "error" in found:
         raise SystemExit(found["error"])
-    save(f"host-{args.sizes[0]}", {"arguments": vars(args), "results": found}, args.output)
+    save(f"host-{args.sizes[0]}", {"arguments": vars(args), "load": load, "results": found}, args.output)
     print(f"{machine()}, Qwen2.5 {args.sizes[0]}, {args.precisions[0]}, milliseconds of a decode step")
     print(f"{'without':<10}" + "".join(f"{f'{batch} in flight':>16}{'longer':>8}" for batch in args.batches))
     for part in PARTS:
