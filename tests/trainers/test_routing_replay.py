@@ -3,7 +3,7 @@
 import pytest
 import torch
 from distilling import distil
-from dynamic import half
+from dynamic import trainer_of as dynamic
 from ppo_runs import ppo
 from slow_routing import ALL_GATES, as_sets, chosen_again, compute_slowly, mixture_of
 from tiny import tiny_model
@@ -160,9 +160,7 @@ RUNS = {
     "rloo": lambda path, model: trainer_for(path, model, UnevenRLOO, **INT4, max_steps=2),
     "ppo": lambda path, model: ppo(path, model, max_steps=8, **INT4),
     "distillation": lambda path, model: distil(path, model, gradient_accumulation_steps=2, train_dataset=dataset(32)),
-    "dynamic sampling": lambda path, model: trainer_for(
-        *(path, model), **INT4, dynamic_sampling_rounds=2, reward_funcs=half, train_dataset=dataset(32), max_steps=2
-    ),
+    "dynamic sampling": lambda path, model: dynamic(path, model=model, rounds=2, max_steps=2, is_correction="tis"),
     "tools": lambda path, model: with_tools(path, model, 3, **INT4, max_steps=1),
 }
 
@@ -176,6 +174,7 @@ def test_every_loss_has_the_routing_of_its_rows(tmp_path, run):
     trainer.train()
     logs = [log for log in metrics(trainer) if "routing/differs" in log]
     assert seen and logs and all(0.02 < log["routing/differs"] < 0.9 for log in logs)
+    assert run != "dynamic sampling" or sum(log["dynamic_sampling/replaced_groups"] for log in logs) > 0
     assert all(log["routing/unreplayed"] == 0 for log in logs)
 
 
