@@ -137,9 +137,14 @@ def test_what_differs_is_counted(family):
         sampled = torch.nn.functional.one_hot(planted, 4).sum(1).bool()
         differs = (sampled != sets[:-1]).any(1).sum().item()
         assert compared.compared[number].tolist() == [differs, len(planted)] and 0 < differs < len(planted)
+    counted = {number: found.tolist() for number, found in compared.compared.items()}
+    accept_packed_rows(model)
+    packed = Routed(choices.experts, replays=False)  # copies of a token fill the row, and do not count
+    PackedRows(model, PROMPT, True)(**one | {ROUTED: packed}, fused_lm_head=True)
+    assert {number: found.tolist() for number, found in packed.compared.items()} == counted
     flipped = Routed(choices.experts.flip(-1), replays=False)  # another order of the same experts
     model(**one | {ROUTED: flipped}, fused_lm_head=True)
-    assert {n: x.tolist() for n, x in flipped.compared.items()} == {n: x.tolist() for n, x in compared.compared.items()}
+    assert {number: found.tolist() for number, found in flipped.compared.items()} == counted
 
 
 def test_scores_that_underflow_give_no_nan():

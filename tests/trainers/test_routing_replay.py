@@ -3,7 +3,7 @@
 import pytest
 import torch
 from distilling import distil
-from dynamic import half
+from dynamic import trainer_of as dynamic
 from ppo_runs import ppo
 from slow_routing import ALL_GATES, as_sets, chosen_again, compute_slowly, mixture_of
 from tiny import tiny_model
@@ -14,6 +14,7 @@ from training import (
     gradient_of,
     killed_and_resumed,
     killing,
+    lora,
     metrics,
     parameters,
     trainer_for,
@@ -23,6 +24,7 @@ from turns import with_tools
 from trl_quant import QuantGRPOTrainer, QuantRLOOTrainer
 from trl_quant.policy.routing import ROUTED, takes_routing
 from trl_quant.rollout.trl_face import Turn
+from trl_quant.trainers.groups import Completion
 from trl_quant.trainers.packing import terms_are_independent
 
 
@@ -117,10 +119,38 @@ def test_scores_and_gradients_are_those_of_the_samplers_experts(tmp_path, family
     assert ((unreplayed - batch["old_per_token_logps"]) * mask).abs().max() > 0.01
 
 
+@pytest.mark.parametrize("packs", [False, True])
+def test_adapters_replay(tmp_path, packs):
+    """Beside an adapter on attention. The reference is the policy without it, and a router may be trained whole."""
+    given = INT4 | {"num_iterations": 2, "beta": 0.1, "pack_sequences": packs, "router_replay": True}
+    found = []
+    for whole in ({}, {"modules_to_save": ["gate"]}):
+        adapter = lora(target_modules=["q_proj", "v_proj"], **whole)
+        trainer = trainer_for(tmp_path, on_disk(tmp_path), UnevenGRPO, **given, peft_config=adapter)
+        batch, model = generation(trainer), trainer.model
+        found.append(gradient_of(trainer._compute_loss(model, batch), model))
+        trainer.routing = None
+        without = gradient_of(trainer._compute_loss(model, batch), model)
+        assert (found[-1] - without).norm() > 0.05 * without.norm()
+        if whole:
+            assert len(found[1]) > len(found[0])
+            continue
+        slowly(trainer, "qwen3_moe", {}, batch)
+        expected = gradient_of(trainer._compute_loss(model, batch), model)
+        assert (found[-1] - expected).norm() < 1e-4 * expected.norm()
+        with model.disable_adapter():
+            reference = logps_of(trainer, model, batch)
+        mask = batch["completion_mask"]
+        torch.testing.assert_close(batch["ref_per_token_logps"] * mask, reference * mask, rtol=1e-4, atol=1e-5)
+
+
 OTHERS = {
     "rloo": lambda path, model, **given: trainer_for(path, model, UnevenRLOO, **INT4, **given),
     "ppo": lambda path, model, **given: ppo(path, model, vf_share_layers=True, **INT4, **given),
     "distillation": lambda path, model, **given: distil(path, model, teacher_model=tiny_model(seed=4), **given),
+    "distillation with an adapter": lambda path, model, **given: distil(
+        path, model, teacher_model=tiny_model(seed=4), peft_config=lora(target_modules=["q_proj", "v_proj"]), **given
+    ),
 }
 
 
@@ -128,7 +158,7 @@ OTHERS = {
 @pytest.mark.parametrize("run", OTHERS)
 def test_other_trainers_replay(tmp_path, run, packs):
     trainer = OTHERS[run](tmp_path, on_disk(tmp_path), pack_sequences=packs, router_replay=True)
-    batch, others = generation(trainer), [None] if run == "distillation" else []
+    batch, others = generation(trainer), [None] if run.startswith("distillation") else []
     assert trainer.packs == packs
     found = []
     for change in (lambda: None, lambda: setattr(trainer, "routing", None), None):
@@ -160,9 +190,7 @@ RUNS = {
     "rloo": lambda path, model: trainer_for(path, model, UnevenRLOO, **INT4, max_steps=2),
     "ppo": lambda path, model: ppo(path, model, max_steps=8, **INT4),
     "distillation": lambda path, model: distil(path, model, gradient_accumulation_steps=2, train_dataset=dataset(32)),
-    "dynamic sampling": lambda path, model: trainer_for(
-        *(path, model), **INT4, dynamic_sampling_rounds=2, reward_funcs=half, train_dataset=dataset(32), max_steps=2
-    ),
+    "dynamic sampling": lambda path, model: dynamic(path, model=model, rounds=2, max_steps=2, is_correction="tis"),
     "tools": lambda path, model: with_tools(path, model, 3, **INT4, max_steps=1),
 }
 
@@ -176,6 +204,7 @@ def test_every_loss_has_the_routing_of_its_rows(tmp_path, run):
     trainer.train()
     logs = [log for log in metrics(trainer) if "routing/differs" in log]
     assert seen and logs and all(0.02 < log["routing/differs"] < 0.9 for log in logs)
+    assert run != "dynamic sampling" or sum(log["dynamic_sampling/replaced_groups"] for log in logs) > 0
     assert all(log["routing/unreplayed"] == 0 for log in logs)
 
 
@@ -230,6 +259,28 @@ def test_carried_tokens_keep_the_experts_that_sampled_them(tmp_path):
     trainer.train()
     logs = [log for log in metrics(trainer) if "routing/differs" in log]
     assert carried and moved and all(log["routing/unreplayed"] == 0 for log in logs)
+
+
+def test_a_completion_without_all_of_its_routing_is_not_replayed():
+    """An engine may return none for requests that were ended, and later compute them again with newer weights."""
+
+    def rows(count):
+        return torch.zeros(count, 2, 2)
+
+    kept, lost, late, waited = (Completion() for _ in range(4))
+    kept.add([5, 6], [-1.0, -1.0], 0, False, rows(4))  # of a prompt of three tokens
+    kept.add([], [], 1, False, None)
+    kept.add([7], [-1.0], 2, True, rows(5) + 1)
+    assert kept.routing[:, 0, 0].tolist() == [0, 0, 0, 0, 1] and kept.versions == [0, 0, 2]
+    lost.add([5, 6], [-1.0, -1.0], 0, False, rows(4))
+    lost.add([7], [-1.0], 1, False, None)
+    late.add([5, 6, 7], [-1.0] * 3, 0, False, None)
+    for one in (lost, late):
+        one.add([8], [-1.0], 2, True, rows(6))
+        assert one.routing is None and one.token_ids == [5, 6, 7, 8]
+    waited.add([], [], 0, False, None)
+    waited.add([5], [-1.0], 1, True, rows(3))
+    assert len(waited.routing) == 3
 
 
 RESUMES = {

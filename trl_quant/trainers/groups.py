@@ -20,7 +20,8 @@ class Completion:
         versions (`list[int]`): The generation that sampled each token.
         has_ended (`bool`): Whether the completion has finished.
         routing (`torch.Tensor` or `None`):
-            The [`~rollout.routing`] of its prompt and its tokens so far, each as it was first computed.
+            The [`~rollout.routing`] of its prompt and its tokens so far, each as it was first computed; `None` if it is
+            not known of all.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -30,13 +31,19 @@ class Completion:
     routing: Tensor | None = None
 
     def add(self, token_ids: list[int], logps: list, version: int, has_ended: bool, routing: Tensor | None) -> None:
-        """Adds what a generation, the `version`, has sampled."""
+        """
+        Adds what a generation, the `version`, has sampled. If an engine samples tokens without returning their routing,
+        the completion loses what it had: a later call computes them again, with the experts of newer weights.
+        """
+        is_known = self.routing is not None or not self.token_ids
+        if routing is not None and is_known:
+            self.routing = continued(self.routing, routing)
+        elif token_ids:
+            self.routing = None
         self.token_ids += token_ids
         self.logps += logps
         self.versions += [version] * len(token_ids)
         self.has_ended = has_ended
-        if routing is not None:
-            self.routing = continued(self.routing, routing)
 
     def state_dict(self) -> dict:
         """Returns the completion as a checkpoint holds it."""

@@ -240,7 +240,7 @@ class RolloutPool:
         self._handed = [completion for _, completion in rows]
         routing = [c.routing for c in self._handed]
         ids, logps = [c.token_ids for c in self._handed], [c.logps for c in self._handed]
-        samples = Samples(ids, logps, routing=None if any(one is None for one in routing) else routing)
+        samples = Samples(ids, logps, routing=None if all(one is None for one in routing) else routing)
         generated = nullcontext() if self.sampler is None else self.trainer.vllm_generation.returning(samples)
         self.prompts, self.samples = [group.prompt for group, _ in rows], samples
         try:
