@@ -15,9 +15,8 @@ from tiny import MIXTURES
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
-from test_experts_gpu import mixture
 from vllm import LLM, SamplingParams
-from vllm_engines import MEMORY, PROMPTS, SMALL, _alive
+from vllm_engines import MEMORY, PROMPTS, SMALL, _alive, mixture
 
 from trl_quant.rollout.vllm.support import supported_precisions
 from trl_quant.storage.layout import storable

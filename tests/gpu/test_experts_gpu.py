@@ -15,7 +15,7 @@ from tiny import MIXTURES
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
-from vllm_engines import SLEEPING, engine, fresh, greedy, policy, update
+from vllm_engines import SLEEPING, engine, fresh, greedy, mixture, update
 
 from trl_quant.precisions import PRECISIONS, with_experts
 from trl_quant.rollout import RolloutNoise
@@ -25,16 +25,7 @@ from trl_quant.rollout.vllm.support import supported_precisions
 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
-# every matrix is a multiple of 128 wide and high, as block scales need
-WIDTHS = {"hidden_size": 1024, "moe_intermediate_size": 512, "intermediate_size": 1024, "head_dim": 64}
-WIDTHS |= {"num_attention_heads": 8, "num_key_value_heads": 4}
-LACKS = {"mixtral": ("moe_intermediate_size", "head_dim"), "qwen2_moe": ("head_dim",)}
 ATTENTION = LoraConfig(r=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
-
-
-def mixture(path, family: str):
-    widths = {name: size for name, size in WIDTHS.items() if name not in LACKS.get(family, ())}
-    return policy(path, family=family, tied=False, **widths).cuda()
 
 
 def of_expert(tensors, expert: int) -> list[str]:

@@ -57,6 +57,10 @@ GPU_MODEL = {
     "num_key_value_heads": 4,
     "initializer_range": 0.03,
 }
+# Of the mixtures: every matrix is a multiple of 128 wide and high, as block scales need
+GPU_MIXTURE = {"hidden_size": 1024, "moe_intermediate_size": 512, "intermediate_size": 1024, "head_dim": 64}
+GPU_MIXTURE |= {"num_attention_heads": 8, "num_key_value_heads": 4}
+LACKS = {"mixtral": ("moe_intermediate_size", "head_dim"), "qwen2_moe": ("head_dim",)}
 # Of the runs in tests on GPUs
 GPU_RUN = {
     "bf16": True,
@@ -105,6 +109,12 @@ def policy(path, with_lora: bool = False, dtype: torch.dtype = torch.bfloat16, *
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         return get_peft_model(model, lora())
+
+
+def mixture(path, family: str):
+    """A mixture of experts on a GPU."""
+    sizes = {name: size for name, size in GPU_MIXTURE.items() if name not in LACKS.get(family, ())}
+    return policy(path, family=family, tied=False, **sizes).cuda()
 
 
 def update(model, seed: int, size: float = 0.02) -> None:
