@@ -13,8 +13,7 @@ from training import config, make, metrics
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
-from test_experts_gpu import mixture
-from vllm_engines import GPU_RUN, PROMPTS, SMALL, engine, keep
+from vllm_engines import GPU_RUN, PROMPTS, SMALL, engine, keep, mixture
 from vllm_sampling import plainly
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
