@@ -280,7 +280,6 @@ CASES = {
             Case(f"`{name}`={value!r} was not shown yet", fields={**BF16_VLLM, name: value}, model=tiny("qwen3_moe"))
             for name, value in {
                 "vllm_mode": "server",
-                "vllm_tensor_parallel_size": 2,
                 "vllm_model_impl": "transformers",
                 "vllm_engine_kwargs": {"enable_expert_parallel": True},
             }.items()

@@ -173,7 +173,6 @@ ARGUMENTS = (
 # Fields that may not stand beside a mixture of experts in vLLM, where they have a value that no test has shown there
 BESIDE_EXPERTS = {
     "vllm_mode": (lambda run: run.spec.source == "server", "Use 'colocate'"),
-    "vllm_tensor_parallel_size": (lambda run: run.args.vllm_tensor_parallel_size > 1, "Set it to 1"),
     "vllm_model_impl": (lambda run: run.args.vllm_model_impl == "transformers", "Use 'vllm'"),
     "vllm_engine_kwargs": (lambda run: _of_experts(run), "Leave {found} out"),
 }

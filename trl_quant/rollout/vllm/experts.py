@@ -180,9 +180,12 @@ class ExpertsCheck:
         """Whether vLLM's layer holds the matrix (out, in) of an expert, bit for bit in vLLM's types."""
         held = getattr(layer, HELD_AS[leaf])[expert]
         if self.format is None:
-            return torch.equal(held, held_form(layer, matrix.to(held)))
+            parts = matrix.to(held).chunk(EXPERT_PARTS[leaf])
+            return torch.equal(held, held_form(layer, torch.cat([_of_rank(layer, leaf, part) for part in parts])))
         stored = [checkpoint_tensors(".weight", part) for part in self._quantized(leaf, matrix)]
-        codes, scales = (torch.cat([part[name] for part in stored]) for name in (".weight", ".weight_scale"))
+        codes, scales = (
+            torch.cat([_of_rank(layer, leaf, part[name]) for part in stored]) for name in (".weight", ".weight_scale")
+        )
         held_scales = getattr(layer, f"{HELD_AS[leaf]}_scale")[expert]
         same = torch.equal(held.view(torch.uint8), codes.to(held.device).view(torch.uint8))
         return same and torch.equal(held_scales, scales.to(held_scales))
@@ -207,12 +210,24 @@ class ExpertsCheck:
         activation = ACT2FN[layer.activation.value]
         for expert in range(experts):
             quantized = [*self._quantized(GATE_UP, gate_up[expert]), *self._quantized(DOWN, down[expert])]
-            gate, up, out = (weight.dequantize(torch.float32) for weight in quantized)
+            leaves = (GATE_UP, GATE_UP, DOWN)
+            whole = zip(leaves, (weight.dequantize(torch.float32) for weight in quantized), strict=True)
+            gate, up, out = (_of_rank(layer, leaf, weight) for leaf, weight in whole)
             row = x[expert].float()
             expected = out @ (activation(gate @ row) * (up @ row))
             if not (found[expert].float() - expected).norm() <= PRODUCTS_DIFFER * expected.norm():  # also finds NaN
                 return expert
         return None
+
+
+def _of_rank(layer: nn.Module, leaf: str, part: Tensor) -> Tensor:
+    """
+    Returns this rank's part of an expert's gate, up or down, or of its scales: rows of gate and up, columns of down. A
+    scale of all columns belongs to each rank.
+    """
+    moe = layer.quant_method.moe
+    dim = 1 if leaf == DOWN else 0
+    return part if part.shape[dim] == 1 else part.chunk(moe.tp_size, dim)[moe.tp_rank]
 
 
 def held_form(layer: nn.Module, matrix: Tensor) -> Tensor:
