@@ -133,6 +133,22 @@ def test_transformers_reads_them(family, format, tmp_path):
             assert torch.equal(read, held) and not torch.equal(read, held.roll(1, 0))
 
 
+@pytest.mark.parametrize("format", ["int8", "fp8_block", "nvfp4"])
+def test_transformers_does_not_read_these_right(format, tmp_path):
+    """As docs/mixtures.md says: the stored experts are right, by the test above."""
+    path = prepared(tmp_path, mixture("mixtral"), format)
+    given = {"dtype": torch.bfloat16, "quantization_config": CompressedTensorsConfig(dequantize=True)}
+    if format != "nvfp4":
+        with pytest.raises(RuntimeError, match="automatic conversion of the weights"):
+            AutoModelForCausalLM.from_pretrained(path, **given)
+        return
+    theirs = AutoModelForCausalLM.from_pretrained(path, **given)
+    place = "block_sparse_moe.experts.2.w2"
+    right = read_by_compressed_tensors(path, f"model.layers.1.{place}")
+    wrong = theirs.get_parameter("model.layers.1.mlp.experts.down_proj")[2]
+    assert wrong.shape == right.shape and (wrong - right).norm() > right.norm()
+
+
 @pytest.mark.parametrize("format", ["int8", "fp8_block", "mxfp4"])
 def test_perplexity_is_that_of_the_embedded_engine(format, tmp_path):
     """`--perplexity` computes with the stored experts, on inputs of the format."""

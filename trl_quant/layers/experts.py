@@ -30,16 +30,26 @@ from .quantized import EngineWeight, embedded_linear, engine_weight
 
 
 class _Expert(NamedTuple):
-    """The matrix (out, in) of one expert, which stands for a tensor in a call of `torch.nn.functional.linear`."""
+    """
+    The matrix (out, in) of one expert, which stands for a tensor in a call of `torch.nn.functional.linear`. ZeRO-3 puts
+    a function in that one's place, which multiplies with the transpose, (in, out).
+    """
 
     weight: EngineWeight
     format: str | None
+    is_transposed: bool = False
+
+    def t(self) -> "_Expert":
+        """Returns the transpose, for a product `x.matmul(expert.t())`."""
+        return self._replace(is_transposed=not self.is_transposed)
 
     @classmethod
     def __torch_function__(cls, function: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None):
-        if function is not F.linear or kwargs or len(args) != 2:
+        if kwargs or len(args) != 2 or not isinstance(args[1], cls):
             return NotImplemented  # torch then raises `TypeError` with the function's name
         x, expert = args
+        if function is not (Tensor.matmul if expert.is_transposed else F.linear):
+            return NotImplemented
         return embedded_linear(x, expert.weight, expert.format)
 
 

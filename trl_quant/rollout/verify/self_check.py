@@ -425,6 +425,7 @@ def computing_as_the_engine(
     implementations = policy.get_experts_implementation()
     experts = [parent for (parent, _), layer in zip(places, live, strict=True) if isinstance(layer, nn.Parameter)]
     outer = [(path, module) for path, module in outer_modules(policy) if isinstance(module, ParamWrapper)]
+    inside = {part for _, module in outer for part in module.modules()}
     wrapped = [(path, module) for path, module in outer if module.get_base_layer() in experts]
     try:
         if experts:
@@ -433,8 +434,10 @@ def computing_as_the_engine(
             policy.set_submodule(path, wrapper.get_base_layer())
         for module in saved_attributes:
             module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
-            if module._parameters:
+            if module._parameters and module not in inside:
                 module.forward = partial(_gathered_call, weights, module, module.forward)
+        for _, wrapper in outer if weights.is_sharded else ():  # reads the parameters of all modules inside it
+            wrapper.forward = partial(_whole_call, weights, wrapper, wrapper.forward)
         for (parent, leaf), layer, stand_in in zip(places, live, stand_ins.values(), strict=True):
             if isinstance(layer, nn.Parameter):
                 delattr(parent, leaf)  # torch lets no module take a parameter's place
@@ -459,6 +462,12 @@ def computing_as_the_engine(
 def _forward_hooks_of(module: nn.Module) -> dict:
     """Returns the attributes in which a module keeps its forward hooks."""
     return {name: hooks for name, hooks in vars(module).items() if re.fullmatch("_forward_(pre_)?hooks.*", name)}
+
+
+def _whole_call(weights: PolicyWeights, module: nn.Module, forward: Callable, *args, **kwargs):
+    """Calls a module's `forward` while the parameters of all modules inside it are gathered."""
+    with weights.gathered(module.parameters()), weights.whole(module):
+        return forward(*args, **kwargs)
 
 
 def _gathered_call(weights: PolicyWeights, module: nn.Module, forward: Callable, *args, **kwargs):
