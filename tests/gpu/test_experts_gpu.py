@@ -16,9 +16,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm_engines import SLEEPING, engine, fresh, greedy, policy, update
 
 from trl_quant.precisions import PRECISIONS
-from trl_quant.rollout.experts import NamesOnDisk
 from trl_quant.rollout.vllm import worker
 from trl_quant.rollout.vllm.support import supported_precisions
+from trl_quant.storage.experts import NamesOnDisk
 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]

@@ -41,7 +41,7 @@ class _Expert(NamedTuple):
 
     def t(self) -> "_Expert":
         """Returns the transpose, for a product `x.matmul(expert.t())`."""
-        return self._replace(is_transposed=not self.is_transposed)
+        return _Expert(self.weight, self.format, not self.is_transposed)
 
     @classmethod
     def __torch_function__(cls, function: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None):

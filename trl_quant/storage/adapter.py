@@ -16,7 +16,7 @@ from ..models.families import EXPERT, EXPERT_PARTS
 from ..models.linears import is_mixtures
 from ..models.names import clean_name
 from ..reading import read_json, reading
-from ..rollout.experts import NamesOnDisk
+from .experts import NamesOnDisk
 from .files import Stored
 from .identity import MODEL_FILES
 from .manifest import check_read, run_of

@@ -17,7 +17,7 @@ from ..formats import fake_quantize_activation
 from ..layers import EngineExperts, EngineWeight
 from ..models.linears import fused_layer, is_mixtures, linears
 from ..reading import reading
-from ..rollout.experts import NamesOnDisk
+from .experts import NamesOnDisk
 from .files import read_heads, read_tensors, weight_files
 from .layout import read_quantized
 
