@@ -6,15 +6,16 @@ Only one model is in memory at a time: the copy's weights replace the source's.
 
 import gc
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..formats import fake_quantize_activation
-from ..layers import EngineExperts, EngineWeight
 from ..models.linears import fused_layer, is_mixtures, linears
 from ..reading import reading
 from .experts import NamesOnDisk
@@ -89,12 +90,24 @@ def become_quantized(model: PreTrainedModel, checkpoint: Path, format: str) -> N
                 model.get_submodule(layer).register_forward_pre_hook(
                     lambda _, inputs: (fake_quantize_activation(inputs[0], format, check=False), *inputs[1:])
                 )
-    experts = {place: layer for place, layer in linears(model).items() if layer.holds_experts}
+    experts = [model.get_parameter(place) for place, layer in linears(model).items() if layer.holds_experts]
     if experts:
-        model.set_experts_implementation("eager")  # transformers' loop over experts; see `EngineExperts`
-    for place, layer in experts.items():
-        parent, _, leaf = place.rpartition(".")
-        held = EngineExperts(layer.shape, format, model.dtype)
-        held.weight = EngineWeight(model.get_parameter(place).data)
-        delattr(model.get_submodule(parent), leaf)
-        setattr(model.get_submodule(parent), leaf, held)
+        model.set_experts_implementation("eager")  # transformers' loop over experts, which multiplies with `linear`
+        model.forward = _rounding(model.forward, experts, format)
+
+
+def _rounding(forward: Callable, experts: list[Tensor], format: str) -> Callable:
+    """Returns a forward pass in which the inputs of each product with a matrix of `experts` are rounded."""
+    held = {tensor.untyped_storage().data_ptr() for tensor in experts}
+
+    class Rounding(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            if function is F.linear and args[1].untyped_storage().data_ptr() in held:
+                args = (fake_quantize_activation(args[0], format, check=False), *args[1:])
+            return function(*args, **(kwargs or {}))
+
+    def rounded(*args, **kwargs):
+        with Rounding():
+            return forward(*args, **kwargs)
+
+    return rounded

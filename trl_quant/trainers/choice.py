@@ -167,10 +167,9 @@ def _configs(args: QuantFields, precisions: list[str], model, given: dict) -> di
 
 
 def _refused(run: Given) -> str | None:
-    """Returns why a run's model cannot be sampled from in its `rollout_precision`; `None` if it can."""
+    """Returns why a run's model does not go with its settings; `None` if it does."""
     needing = (rule for rules in RULES.values() for rule in rules if rule.needs == "model" and rule.error is not None)
-    found = (rule.broken(run) for rule in needing if "rollout_precision" in rule.fields)
-    return next(filter(None, found), None)
+    return next(filter(None, (rule.broken(run) for rule in needing)), None)
 
 
 def _stand_ins(args: QuantFields) -> dict:
