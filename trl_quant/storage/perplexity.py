@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -90,24 +89,29 @@ def become_quantized(model: PreTrainedModel, checkpoint: Path, format: str) -> N
                 model.get_submodule(layer).register_forward_pre_hook(
                     lambda _, inputs: (fake_quantize_activation(inputs[0], format, check=False), *inputs[1:])
                 )
-    experts = [model.get_parameter(place) for place, layer in linears(model).items() if layer.holds_experts]
+    experts = {place.rpartition(".")[0] for place, layer in linears(model).items() if layer.holds_experts}
     if experts:
         model.set_experts_implementation("eager")  # transformers' loop over experts, which multiplies with `linear`
-        model.forward = _rounding(model.forward, experts, format)
+    for place in experts:
+        rounding = _Rounding(format)
+        model.get_submodule(place).register_forward_pre_hook(rounding.begin)
+        model.get_submodule(place).register_forward_hook(rounding.end, always_call=True)
 
 
-def _rounding(forward: Callable, experts: list[Tensor], format: str) -> Callable:
-    """Returns a forward pass in which the inputs of each product with a matrix of `experts` are rounded."""
-    held = {tensor.untyped_storage().data_ptr() for tensor in experts}
+class _Rounding(TorchFunctionMode):
+    """Rounds the inputs of products to `format`, from the begin of a forward pass to its end."""
 
-    class Rounding(TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            if function is F.linear and args[1].untyped_storage().data_ptr() in held:
-                args = (fake_quantize_activation(args[0], format, check=False), *args[1:])
-            return function(*args, **(kwargs or {}))
+    def __init__(self, format: str):
+        super().__init__()
+        self.format = format
 
-    def rounded(*args, **kwargs):
-        with Rounding():
-            return forward(*args, **kwargs)
+    def begin(self, *_) -> None:
+        self.__enter__()
 
-    return rounded
+    def end(self, *_) -> None:
+        self.__exit__(None, None, None)
+
+    def __torch_function__(self, function: Callable, types, args=(), kwargs=None):
+        if function is F.linear:
+            args = (fake_quantize_activation(args[0], self.format, check=False), *args[1:])
+        return function(*args, **(kwargs or {}))

@@ -79,9 +79,9 @@ def choose_precision(
     _check_run(args)
     with tempfile.TemporaryDirectory() as directory:
         args = args.having(output_dir=directory, report_to=[], push_to_hub=False)  # so that nobody else is told
-        configs = _configs(args, _of_checkpoint(model, args, measured), model, {"peft_config": peft_config, **given})
+        precisions, given = _of_checkpoint(model, args, measured), _stand_ins(args) | given
+        configs = _configs(args, precisions, model, {"peft_config": peft_config, **given})
         first = next(config for config in configs.values() if isinstance(config, QuantFields))
-        given = _stand_ins(args) | given
         try:
             with unsharded(first):
                 _measuring(trainer_class, configs, args)(model=model, args=first, peft_config=peft_config, **given)
