@@ -243,7 +243,6 @@ CASES = {
         Case("Qwen3Model, which generates no text", fields=INT8, model=lambda directory: tiny()(directory).model),
         Case("attends in both directions", fields=INT8, model=tiny(is_causal=False)),
         Case("engines here know the experts of", fields=INT8, model=bare(DeepseekV3Config())),
-        Case("4 experts under ZeRO-3", fields=INT8, assigned=ZERO3, model=tiny("qwen2_moe")),
         Case("t5 is an encoder with a decoder", fields=INT8, model=bare(T5Config())),
     ],
     "vllm": [

@@ -19,9 +19,9 @@ from vllm_engines import SLEEPING, engine, fresh, greedy, mixture, update
 
 from trl_quant.precisions import PRECISIONS, with_experts
 from trl_quant.rollout import RolloutNoise
-from trl_quant.rollout.experts import NamesOnDisk
 from trl_quant.rollout.vllm.experts import AS_LOADED, backend_of, expert_layers
 from trl_quant.rollout.vllm.support import supported_precisions
+from trl_quant.storage.experts import NamesOnDisk
 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]

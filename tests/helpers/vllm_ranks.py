@@ -6,7 +6,8 @@ from ranks import on_two_ranks, results
 
 
 # mode -> (accelerate's configuration, tensor parallel size of the engine); `unified` trains in what it samples in,
-# `exact` with the same kernels. In `beside` and `split` the adapter stays beside a base in codes, or in sharded weights
+# `exact` with the same kernels. In `beside` and `split` the adapter stays beside a base in codes, or in sharded
+# weights. In `spread`, `gathered` and `partitioned` the policy is a mixture of experts
 MODES = {
     "tp": ("ddp", 2),
     "dp": ("ddp", 1),
@@ -17,10 +18,14 @@ MODES = {
     "exact": ("ddp", 1),
     "zero2": ("zero2", 1),
     "zero3": ("zero3", 2),
+    "spread": ("ddp", 2),
+    "gathered": ("fsdp2", 1),
+    "partitioned": ("zero3", 1),
 }
 
 
 BESIDE = ("beside", "split")
+MIXED = ("spread", "gathered", "partitioned")
 GRAPHS = ("enforce_eager", "compilation_config")  # which `exact_rollouts` chooses
 
 
@@ -49,7 +54,7 @@ def check(case: str, found: list[dict]) -> None:
 def train(mode: str, precision: str, tuning: str, path: Path) -> dict:
     """One rank: three steps, two with a self-check, then its engine against one that vLLM starts on the weights."""
     from training import config, dataset, lora, make
-    from vllm_engines import GPU, SMALL, fresh, greedy, keep
+    from vllm_engines import GPU, SMALL, allow_experts, fresh, greedy, keep
 
     from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
     from trl_quant.rollout.vllm.support import RANK_ON_CPU
@@ -76,8 +81,10 @@ def train(mode: str, precision: str, tuning: str, path: Path) -> dict:
         save_steps=3,
     )
     peft_config = lora() if tuning == "lora" else None
-    model = str(path.parent / "model")
-    trainer = make(QuantGRPOTrainer, args, model=model, train_dataset=dataset(32), peft_config=peft_config)
+    model = path.parent / ("mixture" if mode in MIXED else "model")
+    if mode in MIXED:
+        allow_experts()
+    trainer = make(QuantGRPOTrainer, args, model=str(model), train_dataset=dataset(32), peft_config=peft_config)
     keep(trainer)
     if mode == "exact":
         return train_exactly(trainer, path)
@@ -93,7 +100,7 @@ def train(mode: str, precision: str, tuning: str, path: Path) -> dict:
     options = {"tensor_parallel_size": size, "distributed_executor_backend": "external_launcher"}
     if size > 1 and not GPU:
         options["worker_cls"] = RANK_ON_CPU  # else its shared memory is everybody's, and outlives it
-    theirs = greedy(fresh(saved(path, tuning, trainer.model), precision, path / "fresh", **options))
+    theirs = greedy(fresh(saved(path, tuning, trainer.model, model), precision, path / "fresh", **options))
     checks = [log["sync_check/logp_difference"] for log in trainer.state.log_history if "sync_check/bound" in log]
     return {
         "mismatch": max(log.get("mismatch/kl_k3", 0) for log in trainer.state.log_history),
@@ -140,14 +147,14 @@ def train_exactly(trainer, path: Path) -> dict:
     }
 
 
-def saved(path: Path, tuning: str, trained):
+def saved(path: Path, tuning: str, trained, model: Path):
     """The policy as the trainer saved it, in the dtype that it trained in."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     unset_hf_deepspeed_config()  # ZeRO-3 would split what is loaded here too
-    source = path / "trained" if tuning == "full" else path.parent / "model"
+    source = path / "trained" if tuning == "full" else model
     model = AutoModelForCausalLM.from_pretrained(source, dtype=trained.dtype)
     if tuning == "lora":
         model = PeftModel.from_pretrained(model, path / "trained", autocast_adapter_dtype=False)

@@ -275,6 +275,7 @@ ENDING = {
     ("rollout/vllm/worker.py", "load_weights"),
     ("trainers/ppo/value_head.py", "register_forward_hook"),
     ("storage/perplexity.py", "register_forward_pre_hook"),  # on a model that is thrown away after it
+    ("storage/perplexity.py", "register_forward_hook"),
 }
 NOT_HOSTS = ("cli/...", "report/...")  # whose objects are parsers, tables and figures
 

@@ -54,9 +54,10 @@ SMALL = {
 FOREIGN = {
     "trl": {"sequence_mask", "save_model", "peft_config", "rollout_func", "environment_factory", "env_mask"}
     | {"cispo_clip_ratio", "aux_loss", "dataset_name", "dataset_test_split", "train_dataset"},
-    "peft": {"lora_dropout", "modules_to_save", "target_modules", "target_parameters"},
+    "peft": {"lora_dropout", "modules_to_save", "target_modules", "target_parameters", "lora_bias", "use_dora"}
+    | {"init_lora_weights", "merge_and_unload"},
     "transformers": {"do_sample", "is_causal", "max_position_embeddings", "attention_factor", "generation_config"}
-    | {"grad_norm", "model_type"},
+    | {"grad_norm", "model_type", "quantization_config"},
     "trl_quant": {"trl_quant", "shifted_logits", "eval_dataset_name"},
 }
 

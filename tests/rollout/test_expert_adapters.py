@@ -11,8 +11,8 @@ from training import lora, trainer_for
 from transformers import BitsAndBytesConfig
 
 from trl_quant.models.families import ROUTER
-from trl_quant.rollout.experts import NamesOnDisk
 from trl_quant.rollout.fingerprint import fingerprint
+from trl_quant.storage.experts import NamesOnDisk
 
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

@@ -129,8 +129,24 @@ def test_transformers_reads_them(family, format, tmp_path):
     for layer in (0, 1):
         for leaf in ("gate_up_proj", "down_proj"):
             place = f"model.layers.{layer}.mlp.experts.{leaf}"
-            read, held = theirs.get_parameter(place).data, ours.get_submodule(place).weight.values
+            read, held = theirs.get_parameter(place).data, ours.get_parameter(place).data
             assert torch.equal(read, held) and not torch.equal(read, held.roll(1, 0))
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8_block", "nvfp4"])
+def test_transformers_does_not_read_these_right(format, tmp_path):
+    """As docs/mixtures.md says: the stored experts are right, by the test above."""
+    path = prepared(tmp_path, mixture("mixtral"), format)
+    given = {"dtype": torch.bfloat16, "quantization_config": CompressedTensorsConfig(dequantize=True)}
+    if format != "nvfp4":
+        with pytest.raises(RuntimeError, match="automatic conversion of the weights"):
+            AutoModelForCausalLM.from_pretrained(path, **given)
+        return
+    theirs = AutoModelForCausalLM.from_pretrained(path, **given)
+    place = "block_sparse_moe.experts.2.w2"
+    right = read_by_compressed_tensors(path, f"model.layers.1.{place}")
+    wrong = theirs.get_parameter("model.layers.1.mlp.experts.down_proj")[2]
+    assert wrong.shape == right.shape and (wrong - right).norm() > right.norm()
 
 
 @pytest.mark.parametrize("format", ["int8", "fp8_block", "mxfp4"])
@@ -225,6 +241,44 @@ def test_an_adapter_is_merged_and_experts_are_quantized(family, tmp_path):
     assert torch.equal(whole[f"{query}.weight"], sum_)
     assert not torch.equal(whole[f"{query}.weight"], base[f"{query}.weight"])
     assert len(experts) >= 12 and all(torch.equal(whole[name], base[name]) for name in experts)
+
+
+@pytest.mark.parametrize("targets", ["experts", "all-linear"])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_an_adapter_of_experts_is_merged(family, targets, tmp_path):
+    """As PEFT merges it, in 32 bits; and quantized, it is the quantized sum. Each expert has its own."""
+    model = mixture(family).float()
+    source = saved(tmp_path / "base", model)
+    given = {"target_modules": targets}
+    if targets == "experts":
+        given = {"target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    torch.manual_seed(0)
+    adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=12, init_lora_weights=False, **given))
+    adapted.save_pretrained(tmp_path / "run")
+    options = ["--adapter", str(tmp_path / "run"), "--model", source, "--output"]
+    command(["export", *options, str(tmp_path / "whole")])
+    command(["export", *options, str(tmp_path / "int8"), "--format", "int8"])
+    saved(tmp_path / "merged", adapted.merge_and_unload())
+    base, whole, merged, int8 = (
+        load_file(tmp_path / x / "model.safetensors") for x in ("base", "whole", "merged", "int8")
+    )
+    assert whole.keys() == merged.keys()
+    for name in merged:
+        torch.testing.assert_close(whole[name], merged[name], rtol=1e-5, atol=1e-6)
+    moved = {name for name in whole if (whole[name] - base[name]).abs().max() > 1e-3}
+    experts = {name for name in whole if ".experts." in name}
+    if targets == "experts":
+        assert moved == experts
+    else:
+        routers = {name for name in whole if ROUTER.fullmatch(name)}
+        assert family == "qwen2_moe" or experts | routers <= moved  # PEFT leaves out Qwen2's
+    for name in experts:
+        q = quantize(whole[name], "int8")
+        assert torch.equal(int8[name], q.values) and torch.equal(int8[f"{name}_scale"], q.scale)
+        other = name.replace(".experts.0.", ".experts.1.")
+        if name != other and name in moved:
+            changes = [whole[x] - base[x] for x in (name, other)]
+            assert (changes[0] - changes[1]).norm() > 0.5 * changes[0].norm()
 
 
 @pytest.mark.parametrize("family", MIXTURES)

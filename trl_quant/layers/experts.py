@@ -30,16 +30,26 @@ from .quantized import EngineWeight, embedded_linear, engine_weight
 
 
 class _Expert(NamedTuple):
-    """The matrix (out, in) of one expert, which stands for a tensor in a call of `torch.nn.functional.linear`."""
+    """
+    The matrix (out, in) of one expert, which stands for a tensor in a call of `torch.nn.functional.linear`. ZeRO-3 puts
+    a function in that one's place, which multiplies with the transpose, (in, out).
+    """
 
     weight: EngineWeight
     format: str | None
+    is_transposed: bool = False
+
+    def t(self) -> "_Expert":
+        """Returns the transpose, for a product `x.matmul(expert.t())`."""
+        return _Expert(self.weight, self.format, not self.is_transposed)
 
     @classmethod
     def __torch_function__(cls, function: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None):
-        if function is not F.linear or kwargs or len(args) != 2:
+        if kwargs or len(args) != 2 or not isinstance(args[1], cls):
             return NotImplemented  # torch then raises `TypeError` with the function's name
         x, expert = args
+        if function is not (Tensor.matmul if expert.is_transposed else F.linear):
+            return NotImplemented
         return embedded_linear(x, expert.weight, expert.format)
 
 
@@ -74,17 +84,17 @@ class EngineExperts(nn.Module):
 class UnheldExperts(EngineExperts):
     """
     As [`EngineExperts`], for a tensor that lives elsewhere: each expert is quantized when it is multiplied, so that no
-    second copy of a layer's experts is held.
+    second copy of the experts is held.
 
     Parameters:
-        tensor (`torch.Tensor`): (experts, out, in).
-        precision, dtype: As in [`EngineExperts`].
+        read (`Callable`): Returns the tensor, (experts, out, in).
+        shape, precision, dtype: As in [`EngineExperts`].
     """
 
-    def __init__(self, tensor: Tensor, precision: str, dtype: torch.dtype):
-        super().__init__(tensor.shape, precision, dtype)
-        self.tensor = (tensor,)  # in a tuple, so that the parameter does not become this module's
+    def __init__(self, read: Callable[[], Tensor], shape: tuple[int, ...], precision: str, dtype: torch.dtype):
+        super().__init__(shape, precision, dtype)
+        self.read = read
 
     def __getitem__(self, expert: int | Tensor) -> _Expert:
-        weight, _ = engine_weight(self.tensor[0][expert].detach(), self.format, self.dtype)
+        weight, _ = engine_weight(self.read()[expert].detach(), self.format, self.dtype)
         return _Expert(weight, self.format)

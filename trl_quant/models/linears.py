@@ -75,8 +75,9 @@ def linears(model: nn.Module) -> dict[str, LinearLayer]:
                 shapes[place] = (module.out_features, module.in_features)
             continue
         for leaf, tensor in module.named_parameters(recurse=False):
-            if tensor.ndim == 3 and EXPERT.fullmatch(clean_name(f"{place}.{leaf}")):
-                shapes[f"{place}.{leaf}"] = tuple(tensor.shape)
+            shape = tuple(getattr(tensor, "ds_shape", tensor.shape))  # ZeRO-3's, of a tensor in parts
+            if len(shape) == 3 and EXPERT.fullmatch(clean_name(f"{place}.{leaf}")):
+                shapes[f"{place}.{leaf}"] = shape
 
     family = FAMILIES.get(model.config.get_text_config().model_type)
     names = {clean_name(place) for place in shapes}

@@ -183,8 +183,8 @@ def _width(layers: Collection[LinearLayer], per_token: int) -> int:
     widths = [layer.shape[-1] for layer in layers]
     for layer in layers:
         if layer.holds_experts and EXPERT_PARTS[layer.name.rpartition(".")[2]] == 1:
-            block = layer.name.partition("experts.")[0]
-            beside = [x for x in layers if x.name.startswith(block) and not x.is_expert and len(x.fused) == 1]
+            block = layer.name.rsplit(".", 2)[0]
+            beside = [x for x in layers if x.name.startswith(f"{block}.") and not x.is_expert and len(x.fused) == 1]
             widths.append(per_token * layer.shape[-1] + sum(x.shape[-1] for x in beside))
     return max(widths, default=0)
 

@@ -7,12 +7,16 @@ from pathlib import Path
 import torch
 from peft import PeftConfig, PeftModel, load_peft_weights
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..models.families import EXPERT, EXPERT_PARTS
+from ..models.linears import is_mixtures
 from ..models.names import clean_name
 from ..reading import read_json, reading
+from .experts import NamesOnDisk
 from .files import Stored
 from .identity import MODEL_FILES
 from .manifest import check_read, run_of
@@ -23,12 +27,44 @@ logger = logging.getLogger(__name__)
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 # If one of these fields of a LoRA config is set, the merged weight is not W + BA
-BEYOND_A_SUM = ("use_dora", "fan_in_fan_out", "lora_bias", "target_parameters", "trainable_token_indices")
-BEYOND_A_SUM += ("layer_replication", "alora_invocation_tokens")
+BEYOND_A_SUM = ("use_dora", "fan_in_fan_out", "lora_bias", "trainable_token_indices", "layer_replication")
+BEYOND_A_SUM += ("alora_invocation_tokens",)
 # Values of `init_lora_weights` that leave the base weights unchanged
 INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 NAME = "default"
 REFERENCE = "ref"  # TRL's copy of an adapter as it was, for the KL term
+
+
+@dataclass(frozen=True)
+class OfTensor:
+    """
+    The adapter of one matrix in a tensor (experts, out, in) that PEFT adapts as a whole, or of a router.
+
+    Attributes:
+        wrapper (`ParamWrapper`): PEFT's layer, with A (experts * rank, in) and B (out, rank * experts).
+        expert (`int`): The expert's number.
+        part, parts (`int`): Number of the matrix, and how many of an expert the tensor joins: gate, then up.
+    """
+
+    wrapper: ParamWrapper
+    expert: int = 0
+    part: int = 0
+    parts: int = 1
+
+    @property
+    def in_features(self) -> int:
+        return self.wrapper.in_features
+
+    @property
+    def out_features(self) -> int:
+        return self.wrapper.out_features // self.parts
+
+    def get_delta_weight(self, name: str) -> Tensor:
+        """Returns s B A of this matrix, (out, in), as PEFT's `get_delta_weight` does for all of the tensor."""
+        wrapper, experts = self.wrapper, self.wrapper.num_experts
+        a = wrapper.lora_A[name].weight.unflatten(0, (experts, -1))[self.expert]  # (rank, in)
+        b = wrapper.lora_B[name].weight.unflatten(1, (-1, experts))[..., self.expert]  # (out, rank)
+        return b.chunk(self.parts)[self.part] @ a * wrapper.scaling[name]
 
 
 @dataclass(frozen=True)
@@ -37,11 +73,11 @@ class Adapter:
     The layers and parameters that an adapter changes.
 
     Attributes:
-        layers (`dict[str, LoraLayer]`): Name of an adapted weight (out, in) -> PEFT's layer.
+        layers (`dict[str, LoraLayer | OfTensor]`): Name on disk of an adapted weight (out, in) -> PEFT's layer.
         replaced (`dict[str, torch.Tensor]`): Name -> parameter that was trained in full (`modules_to_save`, biases).
     """
 
-    layers: dict[str, LoraLayer]
+    layers: dict[str, LoraLayer | OfTensor]
     replaced: dict[str, Tensor]
 
     @torch.no_grad()
@@ -141,7 +177,7 @@ def load_adapter(path: Path, skeleton: PreTrainedModel) -> Adapter:
     Loads an adapter onto a model whose own weights take no memory.
 
     Raises:
-        ValueError: The adapter does not fit the model, or adapts layers that are not linear.
+        ValueError: The adapter does not fit the model, or adapts what is neither a linear layer nor of a mixture.
     """
     ends = (skeleton.get_input_embeddings(), skeleton.get_output_embeddings())
     tied = getattr(skeleton.config.get_text_config(), "tie_word_embeddings", False)
@@ -155,12 +191,14 @@ def load_adapter(path: Path, skeleton: PreTrainedModel) -> Adapter:
     # In FP32, because PEFT casts an adapter that it loads to FP32
     with reading(path):
         weights = {key: tensor.float() for key, tensor in load_peft_weights(path, device="cpu").items()}
-    layers: dict[str, LoraLayer] = {}
+    layers: dict[str, LoraLayer | OfTensor] = {}
     for name, layer in model.named_modules():
         if not isinstance(layer, BaseTunerLayer):
             continue
+        changed = clean_name(f"{name}.{getattr(layer, 'parameter_name', 'weight')}")
         linear = isinstance(layer, LoraLayer) and isinstance(layer.get_base_layer(), nn.Linear)
-        if not linear or layer.lora_variant:
+        of_tensor = isinstance(layer, ParamWrapper) and is_mixtures(changed)
+        if not (of_tensor or (linear and not isinstance(layer, ParamWrapper))) or layer.lora_variant:
             raise ValueError(f"`--adapter`: {clean_name(name)} is adapted by {type(layer).__name__}; only W + BA is.")
         for part, linears in (("lora_A", layer.lora_A), ("lora_B", layer.lora_B)):
             found, needed = weights.pop(f"{name}.{part}.weight", None), linears[NAME].weight.shape
@@ -171,7 +209,7 @@ def load_adapter(path: Path, skeleton: PreTrainedModel) -> Adapter:
                     f"{clean_name(name)} {what}, and {tuple(needed)} is needed."
                 )
             linears[NAME].weight = nn.Parameter(found, requires_grad=False)
-        layers[f"{clean_name(name)}.weight"] = layer
+        layers |= _matrices(skeleton, changed, layer) if of_tensor else {changed: layer}
     replaced = {clean_name(name): tensor for name, tensor in weights.items()}
     tied_and_replaced = [name for name in replaced if name in shared]
     if tied_and_replaced:
@@ -179,3 +217,16 @@ def load_adapter(path: Path, skeleton: PreTrainedModel) -> Adapter:
             f"`--adapter`: it replaces {tied_and_replaced[0]}, which the base shares between embedding and head."
         )
     return Adapter(layers, replaced)
+
+
+def _matrices(skeleton: PreTrainedModel, name: str, wrapper: ParamWrapper) -> dict[str, OfTensor]:
+    """Returns the adapters of a tensor's matrices by their names on disk; one for a router."""
+    experts, parts = wrapper.num_experts, EXPERT_PARTS.get(name.rpartition(".")[2], 1)
+    numbers = torch.arange(experts * parts).view(experts, parts, 1)  # of the matrices, as the tensor has them
+    found = {}
+    of_tensor = numbers if EXPERT.fullmatch(name) else numbers[0]
+    for on_disk, number in NamesOnDisk(skeleton).stream([(name, of_tensor)]):
+        if on_disk.endswith(".weight"):  # and no buffer of a router
+            expert, part = divmod(number.item(), parts)
+            found[on_disk] = OfTensor(wrapper, expert, part, parts)
+    return found

@@ -21,10 +21,10 @@ import torch
 from ..formats import FORMATS
 from ..models.linears import fused_layer, is_mixtures
 from ..precisions import frozen_bases
-from ..rollout.experts import NamesOnDisk
 from ..scaling import scalings
 from .adapter import CONFIG, Adapter, load_adapter, read_adapter_config
 from .card import describe, write_card
+from .experts import NamesOnDisk
 from .files import (
     TOKENIZER,
     Stored,

@@ -6,18 +6,18 @@ Only one model is in memory at a time: the copy's weights replace the source's.
 
 import gc
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..formats import fake_quantize_activation
-from ..layers import EngineExperts, EngineWeight
 from ..models.linears import fused_layer, is_mixtures, linears
 from ..reading import reading
-from ..rollout.experts import NamesOnDisk
+from .experts import NamesOnDisk
 from .files import read_heads, read_tensors, weight_files
 from .layout import read_quantized
 
@@ -89,12 +89,29 @@ def become_quantized(model: PreTrainedModel, checkpoint: Path, format: str) -> N
                 model.get_submodule(layer).register_forward_pre_hook(
                     lambda _, inputs: (fake_quantize_activation(inputs[0], format, check=False), *inputs[1:])
                 )
-    experts = {place: layer for place, layer in linears(model).items() if layer.holds_experts}
+    experts = {place.rpartition(".")[0] for place, layer in linears(model).items() if layer.holds_experts}
     if experts:
-        model.set_experts_implementation("eager")  # transformers' loop over experts; see `EngineExperts`
-    for place, layer in experts.items():
-        parent, _, leaf = place.rpartition(".")
-        held = EngineExperts(layer.shape, format, model.dtype)
-        held.weight = EngineWeight(model.get_parameter(place).data)
-        delattr(model.get_submodule(parent), leaf)
-        setattr(model.get_submodule(parent), leaf, held)
+        model.set_experts_implementation("eager")  # transformers' loop over experts, which multiplies with `linear`
+    for place in experts:
+        rounding = _Rounding(format)
+        model.get_submodule(place).register_forward_pre_hook(rounding.begin)
+        model.get_submodule(place).register_forward_hook(rounding.end, always_call=True)
+
+
+class _Rounding(TorchFunctionMode):
+    """Rounds the inputs of products to `format`, from the begin of a forward pass to its end."""
+
+    def __init__(self, format: str):
+        super().__init__()
+        self.format = format
+
+    def begin(self, *_) -> None:
+        self.__enter__()
+
+    def end(self, *_) -> None:
+        self.__exit__(None, None, None)
+
+    def __torch_function__(self, function: Callable, types, args=(), kwargs=None):
+        if function is F.linear:
+            args = (fake_quantize_activation(args[0], self.format, check=False), *args[1:])
+        return function(*args, **(kwargs or {}))

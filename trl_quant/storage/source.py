@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from ..models.families import ROUTER
 from ..models.linears import sampled_linears, unquantized_linears
 from ..reading import reading
-from ..rollout.experts import NamesOnDisk
+from .experts import NamesOnDisk
 from .files import Stored, check_links, read_config, read_heads, weight_files
 from .identity import MODEL_FILES
 from .layout import CODE, FILES, INDEX, linear_layers

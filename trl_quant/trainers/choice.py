@@ -79,9 +79,9 @@ def choose_precision(
     _check_run(args)
     with tempfile.TemporaryDirectory() as directory:
         args = args.having(output_dir=directory, report_to=[], push_to_hub=False)  # so that nobody else is told
-        configs = _configs(args, _of_checkpoint(model, args, measured), model, {"peft_config": peft_config, **given})
+        precisions, given = _of_checkpoint(model, args, measured), _stand_ins(args) | given
+        configs = _configs(args, precisions, model, {"peft_config": peft_config, **given})
         first = next(config for config in configs.values() if isinstance(config, QuantFields))
-        given = _stand_ins(args) | given
         try:
             with unsharded(first):
                 _measuring(trainer_class, configs, args)(model=model, args=first, peft_config=peft_config, **given)
@@ -167,10 +167,9 @@ def _configs(args: QuantFields, precisions: list[str], model, given: dict) -> di
 
 
 def _refused(run: Given) -> str | None:
-    """Returns why a run's model cannot be sampled from in its `rollout_precision`; `None` if it can."""
+    """Returns why a run's model does not go with its settings; `None` if it does."""
     needing = (rule for rules in RULES.values() for rule in rules if rule.needs == "model" and rule.error is not None)
-    found = (rule.broken(run) for rule in needing if "rollout_precision" in rule.fields)
-    return next(filter(None, found), None)
+    return next(filter(None, (rule.broken(run) for rule in needing)), None)
 
 
 def _stand_ins(args: QuantFields) -> dict:

@@ -15,9 +15,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm_engines import SMALL, engine, fresh, greedy, keep, policy, update
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.rollout.experts import NamesOnDisk
 from trl_quant.rollout.verify.self_check import Reference, mean_difference, rows_to_check
 from trl_quant.rollout.vllm import worker
+from trl_quant.storage.experts import NamesOnDisk
 
 
 pytestmark = pytest.mark.vllm

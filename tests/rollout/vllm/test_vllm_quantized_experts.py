@@ -6,9 +6,11 @@ held tensors are vLLM's own. `tests/gpu/test_experts_gpu.py` runs its kernels, i
 """
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tiny import MIXTURES
 
 
@@ -21,11 +23,12 @@ from vllm_engines import engine, fresh, greedy, policy, update
 
 from trl_quant.formats import quantize
 from trl_quant.models.linears import sampled_linears
-from trl_quant.rollout.experts import NamesOnDisk
 from trl_quant.rollout.verify.self_check import Reference, mean_difference, policy_logps, rows_to_check
 from trl_quant.rollout.vllm import base, kernel_checks
 from trl_quant.rollout.vllm.experts import check_experts, expert_layers, rows_of_experts
 from trl_quant.rollout.vllm.repairs import constants, plain_tensors, restore_plain_tensors
+from trl_quant.rollout.weights import PolicyWeights
+from trl_quant.storage.experts import NamesOnDisk
 
 
 pytestmark = pytest.mark.vllm
@@ -213,6 +216,37 @@ def test_a_quantized_router_is_refused(sampler):
         pytest.skip("its router has another name in vLLM")
     with pytest.raises(RuntimeError, match=r"run otherwise, such as model.layers.1.mlp.gate"):
         sampler.llm.apply_model(with_quantized_router)
+
+
+# what a reference reads of its engine, besides the policy
+OF_ENGINE = (
+    "accelerator",
+    "caches",
+    "product_errors",
+    "travels_quantized",
+    "precision",
+    "checkpoint_dtype",
+    "lora_sync",
+)
+EXPERTS = LoraConfig(
+    r=4, target_modules=["o_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+)
+
+
+def test_adapters_of_experts_are_merged_in_the_engine_and_in_its_reference(int8_anywhere, tmp_path):
+    model = get_peft_model(policy(tmp_path, family="qwen3_moe", tied=False), EXPERTS)
+    sampler = engine(model, "int8")
+    update(model, seed=0, size=0.1)
+    sampler.sync()
+    assert sampler.differing_weight() is None
+    sequences = rows_to_check(sampler, 100, 200)
+    found = Reference(sampler).logps(sequences)
+    base = Reference(sampler).logps(sequences, adapted=False)
+    merged = copy.deepcopy(model).merge_and_unload()
+    plain = SimpleNamespace(**{name: getattr(sampler, name) for name in OF_ENGINE})
+    plain.model, plain.weights = merged, PolicyWeights(merged, sampler.accelerator)
+    expected = Reference(plain).logps(sequences)
+    assert mean_difference(found, expected) < 0.2 * mean_difference(base, expected)
 
 
 class Kernel:

@@ -67,14 +67,6 @@ def _is_known_mixture(run: Given) -> bool:
     return run.config.model_type in families_with("mixture")
 
 
-def _sharding(run: Given) -> str | None:
-    """Returns what shards the policy's weights over ranks."""
-    plugin = run.args.deepspeed_plugin
-    if plugin is not None and plugin.zero_stage == 3:
-        return "ZeRO-3"
-    return None if run.args.fsdp_version is None else "FSDP"
-
-
 def _is_partial(run: Given) -> bool:
     """Whether a generation may leave completions unfinished."""
     return run.args.rollouts_in_flight > 1
@@ -224,13 +216,6 @@ RULES = (
         message="`rollout_precision`={args.rollout_precision!r}, but the policy is a mixture of {found} experts, and "
         f"engines here know the experts of {', '.join(families_with('mixture'))} alone. Leave `rollout_precision` "
         "unset: TRL generates.",
-        needs="model",
-    ),
-    Rule(
-        ("rollout_precision",),
-        when=lambda run: _samples(run) and _sharding(run) and run.experts and (run.experts, _sharding(run)),
-        message="`rollout_precision`={args.rollout_precision!r}, but the policy is a mixture of {found[0]} experts "
-        "under {found[1]}, from which no sync was compared yet. Use DDP or ZeRO-2.",
         needs="model",
     ),
     Rule(

@@ -295,6 +295,7 @@ class Reference:
     def __init__(self, engine):
         self.engine = engine
         self.weights = engine.weights
+        self._gathered: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}  # a layer's experts, and these in full
 
     def logps(
         self,
@@ -344,9 +345,29 @@ class Reference:
             stand_ins[f"{place}.base_layer" if keeps_adapter else place] = stand_in
         if PRECISIONS[engine.precision].format is None:  # experts compute in BF16, as the policy's own
             return stand_ins
+        outer = (module for _, module in outer_modules(policy) if isinstance(module, ParamWrapper))
+        wrappers = {module.get_base_layer(): module for module in outer} if merged else {}
+        owners: dict[nn.Module, dict[str, Tensor]] = {}
         for place in found.keys() - layers.keys():
-            stand_ins[place] = UnheldExperts(policy.get_parameter(place), engine.precision, torch.bfloat16)
+            parent, _, leaf = place.rpartition(".")
+            owner = policy.get_submodule(parent)
+            if owner not in owners:
+                held = dict(owner.named_parameters(recurse=False))
+                owners[owner] = self.weights.merged(wrappers[owner]) if owner in wrappers else held
+            read = partial(self._whole, owners[owner], leaf)
+            stand_ins[place] = UnheldExperts(read, found[place].shape, engine.precision, torch.bfloat16)
         return stand_ins
+
+    def _whole(self, tensors: dict[str, Tensor], leaf: str) -> Tensor:
+        """
+        Returns a tensor of a layer's experts in full. The tensors of one layer are gathered together, and kept until
+        those of the next layer are: which experts a rank reads depends on its tokens, and gathering is collective.
+        """
+        if self._gathered[0] is not tensors:
+            with self.weights.gathered(tensor for tensor in tensors.values() if isinstance(tensor, nn.Parameter)):
+                whole = {name: self.weights.full(tensor) for name, tensor in tensors.items()}
+                self._gathered = tensors, {n: t.clone() for n, t in whole.items()} if self.weights.is_zero3 else whole
+        return self._gathered[1][leaf]
 
 
 class EngineLayer(nn.Module):
@@ -429,6 +450,7 @@ def computing_as_the_engine(
     implementations = policy.get_experts_implementation()
     experts = [parent for (parent, _), layer in zip(places, live, strict=True) if isinstance(layer, nn.Parameter)]
     outer = [(path, module) for path, module in outer_modules(policy) if isinstance(module, ParamWrapper)]
+    inside = {part for _, module in outer for part in module.modules()}
     wrapped = [(path, module) for path, module in outer if module.get_base_layer() in experts]
     try:
         if experts:
@@ -437,8 +459,10 @@ def computing_as_the_engine(
             policy.set_submodule(path, wrapper.get_base_layer())
         for module in saved_attributes:
             module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
-            if module._parameters:
+            if module._parameters and module not in inside:
                 module.forward = partial(_gathered_call, weights, module, module.forward)
+        for _, wrapper in outer if weights.is_sharded else ():  # reads the parameters of all modules inside it
+            wrapper.forward = partial(_whole_call, weights, wrapper, wrapper.forward)
         for (parent, leaf), layer, stand_in in zip(places, live, stand_ins.values(), strict=True):
             if isinstance(layer, nn.Parameter):
                 delattr(parent, leaf)  # torch lets no module take a parameter's place
@@ -463,6 +487,12 @@ def computing_as_the_engine(
 def _forward_hooks_of(module: nn.Module) -> dict:
     """Returns the attributes in which a module keeps its forward hooks."""
     return {name: hooks for name, hooks in vars(module).items() if re.fullmatch("_forward_(pre_)?hooks.*", name)}
+
+
+def _whole_call(weights: PolicyWeights, module: nn.Module, forward: Callable, *args, **kwargs):
+    """Calls a module's `forward` while the parameters of all modules inside it are gathered."""
+    with weights.gathered(module.parameters()), weights.whole(module):
+        return forward(*args, **kwargs)
 
 
 def _gathered_call(weights: PolicyWeights, module: nn.Module, forward: Callable, *args, **kwargs):

@@ -17,11 +17,11 @@ from ...models.families import ROUTERS, number_of_experts
 from ...models.linears import sampled_linears, unquantized_linears
 from ...precisions import PRECISIONS
 from ...run_spec import EngineSpec
+from ...storage.experts import NamesOnDisk
 from ...storage.layout import checkpoint_stream, checkpoint_tensors, quantizers_on
 from ...storage.quantization import brings_cache_scales
 from ..base import RolloutEngine, count_layers
 from ..engine import RolloutNoise
-from ..experts import NamesOnDisk
 from ..tensors import ties_embeddings
 from ..verify.kv_cache import UNQUANTIZED, KVCache
 from .speculation import Drafts
@@ -43,7 +43,7 @@ class VLLMBase(RolloutEngine):
         ignore (`list[str]`): Names of the policy's linear layers that are not quantized.
         has_experts (`bool`): Whether the policy is a mixture of experts.
         travels_quantized (`bool`): Whether a sync sends codes and scales instead of BF16 weights.
-        names_on_disk ([`~rollout.experts.NamesOnDisk`]): Names the policy's experts as a checkpoint does.
+        names_on_disk ([`~storage.experts.NamesOnDisk`]): Names the policy's experts as a checkpoint does.
         quantizers (`dict`): The functions that quantize on the engine's device; see [`~storage.layout.quantizers_on`].
         streaming (`str`): The tensor that a sync is sending, for error messages.
         stale_cache (`bool`): Whether the prefix cache still holds blocks from before the last sync.

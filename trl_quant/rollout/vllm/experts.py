@@ -164,7 +164,8 @@ class ExpertsCheck:
             (place, gate_up), (_, down) = experts[GATE_UP], experts[DOWN]
             wrong = self._wrong_product(layer, gate_up, down)
             return None if wrong is None else f"{place.rpartition('.')[0]}[{wrong}]"
-        for leaf, (own, stack) in experts.items():
+        for leaf in EXPERT_PARTS:
+            own, stack = experts[leaf]
             for expert, matrix in enumerate(stack):
                 if not self._same_weights(layer, leaf, expert, matrix):
                     return f"{own}[{expert}]"
