@@ -16,7 +16,7 @@ from tiny import MIXTURES
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm import LLM, SamplingParams
-from vllm_engines import MEMORY, PROMPTS, SMALL, _alive, mixture
+from vllm_engines import MEMORY, PROMPTS, SMALL, keep, mixture
 
 from trl_quant.rollout.vllm.support import supported_precisions
 from trl_quant.storage.layout import storable
@@ -33,7 +33,7 @@ PREPARE |= {"calibration_samples": 1, "calibration_length": 2, "perplexity_sampl
 def scores(path) -> list[torch.Tensor]:
     """vLLM's log-probabilities of the tokens of each prompt after the first."""
     llm = LLM(model=str(path), max_model_len=512, max_num_seqs=8, gpu_memory_utilization=MEMORY, **SMALL)
-    _alive.append(llm)  # engines share what they captured
+    keep(llm)  # engines share what they captured
     asked = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=1.0)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], asked, use_tqdm=False)
     return [

@@ -155,7 +155,7 @@ match x:
 
 LAYER_NAMES = re.compile(r"(?<![a-z_])([qkvo]_proj|(gate|up|down|qkv|gate_up)_proj|experts|lm_head)(?![a-z_])")
 # Where layers may be named: the map of models, and what asks vLLM for the head of its own model
-NAMING_LAYERS = ("models/...", "rollout/vllm/repairs.py", "rollout/vllm/engine.py")
+NAMING_LAYERS = ("models/...", "rollout/vllm/repairs.py", "rollout/vllm/lifetime.py")
 # Where layers may be told apart by `nn.Linear`: the map, and what checks that a saved adapter adapts nothing else
 PICKING_LAYERS = ("models/...", "storage/adapter.py")
 WALKS = {"modules", "named_modules", "children", "named_children"}

@@ -24,7 +24,8 @@ from ...models.names import clean_name
 from ...policy.unified import flow
 from ..function import first_change, function_of
 from ..tensors import outer_modules
-from .self_check import FLOOR, SLACK, Rounding, computing_as_the_engine, mean_difference, policy_logps, rows_to_check
+from .rounding import Rounding
+from .self_check import FLOOR, SLACK, computing_as_the_engine, mean_difference, policy_logps, rows_to_check
 
 
 TOKENS_COMPARED = 480  # of all rows that are compared

@@ -41,6 +41,7 @@ from ...precisions import PRECISIONS
 from ..tensors import base_layer, outer_modules
 from ..weights import PolicyWeights
 from .kv_cache import KVCache, attending_to
+from .rounding import Rounding
 
 
 SLACK = 4.0
@@ -328,7 +329,7 @@ class Reference:
                 if hook is not None:
                     hook.remove()
 
-    def _stand_ins(self, adapted: bool, rounding: "Rounding | None") -> dict[str, nn.Module]:
+    def _stand_ins(self, adapted: bool, rounding: Rounding | None) -> dict[str, nn.Module]:
         """Returns the module that replaces each linear layer of the decoder, by the layer's place in the policy."""
         policy, engine = self.weights.base_model, self.engine
         found = self.weights.linears()
@@ -382,7 +383,7 @@ class EngineLayer(nn.Module):
         rounding ([`Rounding`] or `None`): Adds a random error to the outputs, if given.
     """
 
-    def __init__(self, engine, group: list[nn.Module], index: int, rounding: "Rounding | None"):
+    def __init__(self, engine, group: list[nn.Module], index: int, rounding: Rounding | None):
         super().__init__()
         # In a tuple, so that the policy's layers do not become this module's children
         self.setup = (engine, group, index, rounding)
@@ -408,19 +409,6 @@ class EngineLayer(nn.Module):
             weights = [weight.to(engine.checkpoint_dtype) for weight in weights]  # the engine keeps the loaded base
         y = vllm_linear(x, weights, index, engine.precision, bias, wide=not engine.travels_quantized)
         return y if rounding is None else rounding(y, engine.product_errors.get(base.in_features, 0.0))
-
-
-class Rounding:
-    """Adds seeded random errors to outputs: up to one rounding of BF16, and the error of the device's product."""
-
-    def __init__(self, device: torch.device):
-        self.generator = torch.Generator(device).manual_seed(0)
-
-    def __call__(self, y: Tensor, product_error: float = 0.0) -> Tensor:
-        """Returns `y`, of shape (..., out), with both errors. `product_error` is relative, a root mean square."""
-        u = torch.rand(y.shape, generator=self.generator, device=y.device) * 2 - 1
-        n = torch.randn(y.shape, generator=self.generator, device=y.device)
-        return (y * (1 + 2.0**-8 * u) + product_error * y.float().square().mean(-1, True).sqrt() * n).to(y.dtype)
 
 
 @contextmanager

@@ -35,8 +35,8 @@ from ...storage.layout import checkpoint_tensors
 
 GATE_UP, DOWN = EXPERT_PARTS  # the policy's names of the two tensors of a layer's experts
 HELD_AS = {GATE_UP: "w13_weight", DOWN: "w2_weight"}  # vLLM's names of them
-PACKED = "CPU"  # backend that packs each expert
-AS_LOADED = ("TRITON", "VLLM_CUTLASS", PACKED)  # backends that hold experts as they are loaded, or as `held_form` says
+OF_CPU = "CPU"  # backend that packs each expert
+AS_LOADED = ("TRITON", "CUTLASS", OF_CPU)  # backends that hold experts as they are loaded, or as `held_form` says
 REORDERED = ("MARLIN",)  # backends that hold them in an order of their own
 ON_DISK = re.compile(r".*\.layers\.(?P<layer>\d+)\..*\bexperts\.(?P<expert>\d+)\.(?P<leaf>\w+)\.(?P<kind>\w+)")
 PRODUCTS_DIFFER = 2**-6  # relative difference of two products. BF16 explains a third of it
@@ -53,9 +53,9 @@ def expert_layers(model: nn.Module) -> dict[int, nn.Module]:
 
 
 def backend_of(layer: nn.Module) -> str:
-    """Returns vLLM's name of the kernels that multiply with a layer's experts; "" if it has none."""
+    """Returns vLLM's name of the kernels that multiply with a layer's experts, without "VLLM_"; "" if it has none."""
     chosen = (value for name, value in vars(layer.quant_method).items() if name.endswith("_backend"))
-    return next((backend.name for backend in chosen if hasattr(backend, "name")), "")
+    return next((backend.name.removeprefix("VLLM_") for backend in chosen if hasattr(backend, "name")), "")
 
 
 def rows_of_experts(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
@@ -111,7 +111,7 @@ def check_experts(model: nn.Module, precision: str) -> None:
 def repack_experts(model: nn.Module) -> None:
     """Packs experts on a CPU. vLLM packs them at the first load alone, and a reload writes them unpacked."""
     for layer in expert_layers(model).values():
-        if backend_of(layer) == PACKED:
+        if backend_of(layer) == OF_CPU:
             layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
 
@@ -221,19 +221,18 @@ class ExpertsCheck:
         return None
 
 
-def _of_rank(layer: nn.Module, leaf: str, part: Tensor) -> Tensor:
+def _of_rank(layer: nn.Module, leaf: str, matrix: Tensor) -> Tensor:
     """
     Returns this rank's part of an expert's gate, up or down, or of its scales: rows of gate and up, columns of down. A
     scale of all columns belongs to each rank.
     """
-    moe = layer.quant_method.moe
-    dim = 1 if leaf == DOWN else 0
-    return part if part.shape[dim] == 1 else part.chunk(moe.tp_size, dim)[moe.tp_rank]
+    moe, dim = layer.quant_method.moe, 1 if leaf == DOWN else 0
+    return matrix if matrix.shape[dim] == 1 else matrix.chunk(moe.tp_size, dim)[moe.tp_rank]
 
 
 def held_form(layer: nn.Module, matrix: Tensor) -> Tensor:
     """Returns the matrix (out, in) of one expert, in BF16, as a layer of vLLM's holds it after loading."""
-    if backend_of(layer) != PACKED:
+    if backend_of(layer) != OF_CPU:
         return matrix
     return ops.cpu_prepack_moe_weight(matrix[None].contiguous(), layer.quant_method.moe_kernel.fused_experts.isa)[0]
 
