@@ -9,7 +9,7 @@ import pytest
 import torch
 import training
 from datasets import load_dataset
-from tiny import tiny_tokenizer
+from tiny import save_tiny, tiny_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import trl_quant.cli.train as train
@@ -91,6 +91,19 @@ def test_no_memory_is_told_of_layers_that_are_not_linear(options, capsys, unload
     told = capsys.readouterr().out
     assert "Memory: not estimated for a model with other layers than `nn.Linear`" in told and "peak" not in told
     assert Shape.of(model.config).parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_a_mixture_is_planned_with_all_its_experts(options, capsys, unloaded, tmp_path):
+    """And offered no change that its run would be refused with."""
+    path = save_tiny(tmp_path / "model", "qwen3_moe")
+    main(["plan", path, *options, "--rollout_precision", "int8"])
+    told = capsys.readouterr().out
+    assert "0.00 billion parameters, 0.00 of which compute a token, loaded" in told and ": fits" in told
+    assert "experts   counted for 2 a token in `work`, which no run has measured" in told
+    with pytest.raises(SystemExit):
+        main(["plan", path, *options, "--rollout_precision", "int8", "--card", "0.9"])
+    told = capsys.readouterr().out
+    assert "does not fit" in told and "`train_precision`" not in told
 
 
 def test_the_card_is_the_one_that_is_named(model_dir, options, capsys, unloaded):
