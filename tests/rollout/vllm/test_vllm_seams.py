@@ -75,6 +75,7 @@ NAMES = {
     "vllm.logprobs:Logprob": "logprob",
     "vllm.config:VllmConfig": """additional_config cache_config compilation_config device_config lora_config
         model_config speculative_config weight_transfer_config""",
+    "vllm.config": "set_current_vllm_config",
     "vllm.config:DeviceConfig": "device",
     "vllm.forward_context": "set_forward_context",
     "vllm.config:ModelConfig": "dtype logprobs_mode max_model_len model quantization",
@@ -116,7 +117,9 @@ NAMES = {
     f"{KERNELS}.mxfp4": "marlin",
     # A base that trainer and engine share, in Marlin's layout
     f"{COMPRESSED}.compressed_tensors": "CompressedTensorsLinearMethod",
-    f"{COMPRESSED}": "compressed_tensors_moe",
+    f"{COMPRESSED}": "compressed_tensors compressed_tensors_moe",
+    f"{COMPRESSED}.compressed_tensors_moe": "compressed_tensors_moe_w8a8_int8",
+    "vllm.model_executor.layers.fused_moe.oracle.int8": "Int8MoeBackend",
     f"{COMPRESSED}.schemes": "compressed_tensors_w4a4_mxfp4",
     f"{COMPRESSED}.schemes.compressed_tensors_w4a4_mxfp4": "init_mxfp4_linear_kernel",
     UTILS: "marlin_utils_fp4",
