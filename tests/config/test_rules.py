@@ -22,7 +22,7 @@ from trl_quant.config.checks import RULES, check_what
 from trl_quant.config.checks.rule import NEEDS, Rule
 from trl_quant.config.given import Given
 from trl_quant.config.pairs import IDEAS, PAIR_RULES, against, broken, markdown, runs_with
-from trl_quant.storage.layout import quantization_config
+from trl_quant.storage.layout import quantization_config, quantize_checkpoint
 
 
 INT8 = {"rollout_precision": "int8"}
@@ -108,6 +108,11 @@ def from_disk(directory):
 def bare(config, **changes):
     vars(config).update(changes)
     return lambda directory: SimpleNamespace(config=config, peft_config={})
+
+
+def quantized_mixture(directory):
+    path = save_tiny(directory / "teacher", "qwen3_moe", tied=False)
+    return str(quantize_checkpoint(path, directory / "teacher-nvfp4", "nvfp4"))
 
 
 def teacher(family="qwen3", **changes):
@@ -209,6 +214,11 @@ CASES = {
             DISTILLATION,
             {"teacher_precision": "nf4"},
             others=lambda directory: {"teacher_model": save_tiny(directory / "teacher", "qwen3_moe")},
+        ),
+        Case(
+            "a mixture of experts stored in 'nvfp4', whose experts transformers reads wrongly",
+            DISTILLATION,
+            others=lambda directory: {"teacher_model": quantized_mixture(directory)},
         ),
     ],
     "sampler": [

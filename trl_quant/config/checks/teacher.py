@@ -2,8 +2,12 @@
 
 from ...models.families import number_of_experts
 from ...policy.vocabulary import saved_tokenizer, why_not_one_vocabulary
+from ...storage.layout import stored_format
 from ..given import Given, name_of
 from .rule import Rule
+
+
+READ_BY_TRANSFORMERS = ("fp8", "int4", "mxfp4")  # formats in which it reads stored experts as they were
 
 
 def _given_formats(run: Given) -> str | None:
@@ -49,6 +53,18 @@ def _experts(run: Given) -> int:
     """Returns the number of the teacher's experts, where it is quantized; 0 for a dense teacher."""
     experts = 0 if run.args.teacher_precision is None else number_of_experts(run.teacher_config.to_dict())
     return experts if experts > 1 else 0
+
+
+def _misread_experts(run: Given) -> str | None:
+    """Returns the format of a teacher whose stored experts transformers does not read; `None` if it reads them."""
+    config = {} if run.teacher is None else run.teacher_config.to_dict()
+    if number_of_experts(config) < 2 or not config.get("quantization_config"):
+        return None
+    try:
+        found = stored_format(config)
+    except ValueError:  # written by another tool
+        return None
+    return None if found in READ_BY_TRANSFORMERS else found
 
 
 RULES = (
@@ -109,6 +125,13 @@ RULES = (
         when=_experts,
         message="`teacher_precision`={args.teacher_precision!r}, but the teacher is a mixture of {found} experts, "
         "which stay in 16 bits here. Leave it unset.",
+        needs="model",
+    ),
+    Rule(
+        ("teacher_precision",),
+        when=_misread_experts,
+        message="The teacher is a mixture of experts stored in {found!r}, whose experts transformers reads wrongly or "
+        f"not at all. Use its 16-bit checkpoint, or one in {' or '.join(map(repr, READ_BY_TRANSFORMERS))}.",
         needs="model",
     ),
 )
