@@ -78,6 +78,7 @@ def test_a_warm_up_alone_is_refused(step, monkeypatch, capsys):
 def test_trainers_by_name(step):
     assert step.fields_of("bf16") == {"rollout_precision": "bf16"}
     assert step.fields_of("bf16+padded") == {"rollout_precision": "bf16", "pack_sequences": False}
+    assert step.fields_of("bf16+replay") == {"rollout_precision": "bf16", "router_replay": True}
     assert step.fields_of("bf16+liger") == {"rollout_precision": "bf16", "use_liger_kernel": True}
     assert step.fields_of("int8/int8/exact+packed") == {
         "rollout_precision": "int8",
@@ -161,6 +162,13 @@ def test_limits_of_unsloth_are_those_of_its_base(step_runs):
             for trainer in (name, ours)
         )
         assert theirs == same
+
+
+def test_limits_of_a_switch_are_those_without_it(step_runs):
+    arguments = {"prompt": 256, "generations": 8, "lora": 32}
+    runs = ({"trainer": name, "size": "30b-a3b"} for name in ("fp8+replay", "fp8", "bf16"))
+    replayed, fp8, bf16 = (step_runs.limits_of(run, "H200", arguments, [[64] * 8]) for run in runs)
+    assert replayed == fp8 != bf16
 
 
 # Files of runs
