@@ -289,7 +289,8 @@ def test_processes_that_start_together_get_ports_of_their_own(step, monkeypatch)
 
 
 @pytest.mark.slow
-def test_trainers_get_the_lengths_that_were_drawn(tmp_path, step, monkeypatch, capsys):
+@pytest.mark.parametrize("size", ["tiny", "tiny-moe"])
+def test_trainers_get_the_lengths_that_were_drawn(size, tmp_path, step, monkeypatch, capsys):
     """The trainer in a process of its own, which is the script's; the tables are the same when they are shown again."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
     import engines
@@ -299,7 +300,7 @@ def test_trainers_get_the_lengths_that_were_drawn(tmp_path, step, monkeypatch, c
 
     monkeypatch.setattr(engines, "subprocess", SimpleNamespace(**vars(subprocess) | {"run": run}))
     output = tmp_path / "runs.json"
-    words = ["--tokenizer", save_words(tmp_path / "tokenizer.json"), "--sizes", "tiny", "--generations", "2"]
+    words = ["--tokenizer", save_words(tmp_path / "tokenizer.json"), "--sizes", size, "--generations", "2"]
     words += ["--trainers", "bf16", "--completions", "4x16:lognormal", "8x8", "--micro", "8"]
     words += ["--steps", "3", "--median", "6"]
 
