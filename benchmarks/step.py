@@ -98,8 +98,11 @@ TRLS = {
 }
 OTHERS = (*TRLS, *step_runs.UNSLOTH)
 METHODS = ("grpo", "rloo", "ppo")
+SWITCHES = {"packed": {"pack_sequences": True}, "padded": {"pack_sequences": False}}
+SWITCHES |= {"liger": {"use_liger_kernel": True}, "replay": {"router_replay": True}}
 OURS = re.compile(
-    r"(?P<rollout>\w+)(/(?P<train>\w+)(/(?P<how>exact|adapter))?)?(\+(?P<switch>packed|padded|liger|replay))?(@(?P<flight>[\d.]+))?"
+    r"(?P<rollout>\w+)(/(?P<train>\w+)(/(?P<how>exact|adapter))?)?"
+    rf"(\+(?P<switch>{'|'.join(SWITCHES)}))?(@(?P<flight>[\d.]+))?"
 )
 # Arguments that all runs of a file share
 SHARED = ("prompt", "generations", "lora", "median", "sigma", "seed", "correction", "lora_sync")
@@ -128,13 +131,7 @@ def fields_of(trainer: str, precisions: Sequence[str] = PRECISIONS) -> dict:
         fields["exact_rollouts"] = True
     if parts["flight"]:
         fields["rollouts_in_flight"] = float(parts["flight"])
-    if parts["switch"] == "liger":
-        fields["use_liger_kernel"] = True
-    elif parts["switch"] == "replay":
-        fields["router_replay"] = True
-    elif parts["switch"]:
-        fields["pack_sequences"] = parts["switch"] == "packed"
-    return fields
+    return fields | SWITCHES.get(parts["switch"], {})
 
 
 def trainer_name(text: str, precisions: Sequence[str] = PRECISIONS) -> str:
