@@ -44,7 +44,6 @@ SHAPES = {
 }
 DENSE = [size for size, shape in SHAPES.items() if "num_experts" not in shape]
 VOCABULARY = 152064  # of shapes that have none of their own
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12}  # bytes a second, by card
 FLOPS = {"H200": 989e12, "H100": 989e12}  # dense BF16 multiplications and additions a second
 CUDA = torch.cuda.is_available()
@@ -168,7 +167,7 @@ def adapter(model, rank: int, **settings):
     from peft import LoraConfig
 
     has_experts = number_of_experts(model.config.to_dict()) > 1
-    layers = ATTENTION if has_experts else "all-linear"
+    layers = ["q_proj", "k_proj", "v_proj", "o_proj"] if has_experts else "all-linear"
     return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=layers, **settings)
 
 
