@@ -3,13 +3,13 @@ Times the GPU's part of a decode step in vLLM alone, by format of the weights an
 
     python benchmarks/decode.py --kinds fp8 w4a8 --batches 8 64
 
-Each kind runs in its own process, with dummy weights in the shapes of Qwen2.5, prompts of 256 tokens, log-probabilities
-of the sampled tokens, and no text. All start at the same time. Once all have started, they are measured one after the
-other, while the others wait.
+Each kind runs in its own process, with dummy weights in the shapes of Qwen2.5 or Qwen3-MoE, prompts of 256 tokens,
+log-probabilities of the sampled tokens, and no text. All start at the same time. Once all have started, they are
+measured one after the other, while the others wait.
 
 | part | is |
 |---|---|
-| products | of the linear layers in the decoder layers |
+| products | of the linear layers and experts in the decoder layers |
 | attention | attention, and writing keys and values |
 | other | the layers' other kernels: norms, rotary embedding, activations, and quantizing inputs |
 | head | the product of the head |
@@ -39,6 +39,7 @@ from engines import (
     kernels_in,
     machine,
     model_directory,
+    model_title,
     report,
     save,
     versions,
@@ -48,7 +49,7 @@ from engines import (
 PARTS = ("products", "attention", "other", "head", "after")  # of the GPU's time
 # Words in the names of kernels; FlashAttention 3 has "cutlass" in its names, too
 ATTENTION = ("flash", "fmha", "attention", "reshape_and_cache")
-PRODUCTS = ("gemm", "gemv", "nvjet", "cutlass", "marlin", "splitk", "sm90_xmma")
+PRODUCTS = ("gemm", "gemv", "nvjet", "cutlass", "marlin", "splitk", "sm90_xmma", "fused_moe_kernel")
 
 FP8 = {"quantization": "fp8_per_channel"}
 FUSED_KERNELS = ["+rms_norm", "+quant_fp8", "+silu_and_mul"]
@@ -228,7 +229,7 @@ def main():
         found = next_line(process, "RESULT ", until) if ready[kind] else None
         results[kind] = json.loads(found) if found else {"error": "it failed, or took too long"}
         save(f"decode-{args.size}", given, args.output)
-    print(f"{machine()}, Qwen2.5 {args.size}, milliseconds of a decode step")
+    print(f"{machine()}, {model_title(args.size)}, milliseconds of a decode step")
     columns = ("decode", "GPU", *PARTS)
     print(f"{'kind':<28}{'batch':>6}" + "".join(f"{name:>11}" for name in columns))
     for kind, rows in results.items():

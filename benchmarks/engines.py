@@ -24,10 +24,12 @@ import torch
 from raw_results import write_results
 
 from trl_quant import __version__
+from trl_quant.models.families import number_of_experts
 from trl_quant.precisions import in_vllm
 
 
-SHAPES = {  # Qwen2.5; 70b is Llama 3's, with Qwen2.5's vocabulary
+# Qwen2.5; 70b is Llama 3's, with Qwen2.5's vocabulary. Those with experts are Qwen3-MoE's, by the names of its config
+SHAPES = {
     "tiny": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2, "heads": 4, "kv_heads": 2},
     "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "heads": 14, "kv_heads": 2},
     "3b": {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "heads": 16, "kv_heads": 2},
@@ -35,8 +37,13 @@ SHAPES = {  # Qwen2.5; 70b is Llama 3's, with Qwen2.5's vocabulary
     "14b": {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48, "heads": 40, "kv_heads": 8},
     "32b": {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "heads": 40, "kv_heads": 8},
     "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "heads": 64, "kv_heads": 8},
+    "tiny-moe": {"hidden_size": 256, "moe_intermediate_size": 128, "num_hidden_layers": 2, "heads": 4, "kv_heads": 2}
+    | {"head_dim": 128, "num_experts": 8, "num_experts_per_tok": 2},
+    "30b-a3b": {"hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 48, "heads": 32, "kv_heads": 4}
+    | {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936},
 }
-VOCABULARY = 152064
+DENSE = [size for size, shape in SHAPES.items() if "num_experts" not in shape]
+VOCABULARY = 152064  # of shapes that have none of their own
 BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12}  # bytes a second, by card
 FLOPS = {"H200": 989e12, "H100": 989e12}  # dense BF16 multiplications and additions a second
 CUDA = torch.cuda.is_available()
@@ -98,21 +105,29 @@ def words_of(tokenizer) -> list[int]:
     return sorted(token for text, token in tokenizer.get_vocab().items() if re.fullmatch("[Ġ▁][A-Za-z]+", text))
 
 
-def model_directory(size: str, tokenizer=None) -> str:
-    """Writes a directory with the config.json of a Qwen2.5 of this size and the tokenizer, without weights."""
-    from transformers import Qwen2Config
+def model_title(size: str) -> str:
+    """Returns the family and the size of a policy, for a table's title."""
+    return f"{'Qwen2.5' if size in DENSE else 'Qwen3-MoE'} {size}"
 
-    shape = dict(SHAPES[size])
-    vocabulary = VOCABULARY
-    if size == "tiny":
-        vocabulary = 1024 if tokenizer is None else -(-len(tokenizer) // 64) * 64
-    config = Qwen2Config(
-        vocab_size=vocabulary,
+
+def model_directory(size: str, tokenizer=None) -> str:
+    """Writes a directory with the config.json of a policy of this size and the tokenizer, without weights."""
+    from transformers import Qwen2Config, Qwen3MoeConfig
+
+    shape = {"vocab_size": VOCABULARY} | SHAPES[size]
+    if size.startswith("tiny"):
+        shape["vocab_size"] = 1024 if tokenizer is None else -(-len(tokenizer) // 64) * 64
+    if size in DENSE:
+        config_class, architecture = Qwen2Config, "Qwen2ForCausalLM"
+    else:
+        config_class, architecture = Qwen3MoeConfig, "Qwen3MoeForCausalLM"
+        shape["norm_topk_prob"] = True
+    config = config_class(
         num_attention_heads=shape.pop("heads"),
         num_key_value_heads=shape.pop("kv_heads"),
         tie_word_embeddings=False,
         max_position_embeddings=8192,
-        architectures=["Qwen2ForCausalLM"],
+        architectures=[architecture],
         dtype="bfloat16",
         **shape,
     )
@@ -140,7 +155,20 @@ def speak(model, words: list[int]) -> None:
         if name.endswith("norm.weight"):
             param.fill_(1)
         elif re.search("(o_proj|down_proj)(?!.*lora_A)", name):
-            param[0] = 0
+            outputs = param.transpose(0, 1) if param.ndim > 2 else param  # of experts: (experts, out, in)
+            outputs[0] = 0
+
+
+def adapter(model, rank: int, **settings):
+    """
+    Returns PEFT's config of a LoRA adapter: of all linear layers, and in a mixture of experts of attention alone, since
+    "all-linear" would take the experts too. `settings` are further fields.
+    """
+    from peft import LoraConfig
+
+    has_experts = number_of_experts(model.config.to_dict()) > 1
+    layers = ["q_proj", "k_proj", "v_proj", "o_proj"] if has_experts else "all-linear"
+    return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=layers, **settings)
 
 
 def policy(path: str, lora_rank: int = 0, words: list[int] | None = None):
@@ -164,10 +192,9 @@ def policy(path: str, lora_rank: int = 0, words: list[int] | None = None):
     model.name_or_path = path
     save_start(model)
     if lora_rank:
-        from peft import LoraConfig, get_peft_model
+        from peft import get_peft_model
 
-        config = LoraConfig(r=lora_rank, lora_alpha=2 * lora_rank, target_modules="all-linear", init_lora_weights=False)
-        model = get_peft_model(model, config).to(device)
+        model = get_peft_model(model, adapter(model, lora_rank, init_lora_weights=False)).to(device)
     if words is not None:
         speak(model, words)
     return model

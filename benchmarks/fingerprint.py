@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import torch
 import transformers
-from engines import CUDA, SHAPES, machine, model_directory, save, seconds
+from engines import CUDA, SHAPES, adapter, machine, model_directory, model_title, save, seconds
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trl_quant.rollout import fingerprint as room
@@ -33,9 +33,9 @@ def measure(size: str, rank: int, rounds: int) -> dict:
         config = AutoConfig.from_pretrained(model_directory(size))
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         if rank:
-            from peft import LoraConfig, get_peft_model
+            from peft import get_peft_model
 
-            model = get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear", init_lora_weights=False))
+            model = get_peft_model(model, adapter(model, rank, init_lora_weights=False))
     params = list(model.parameters())
     tensors = [room.whole_words(param) for param in params]
     with patch.object(room, "checksums", lambda tensors: []):
@@ -58,7 +58,9 @@ def main():
     parser.add_argument("--output", type=Path, help="directory for a JSON file, compressed, named after the machine")
     args = parser.parse_args()
     results = []
-    print(f"{machine()}, Qwen2.5 {args.size}\nrank  parameters  fingerprint ms    host  values    TB/s", flush=True)
+    print(
+        f"{machine()}, {model_title(args.size)}\nrank  parameters  fingerprint ms    host  values    TB/s", flush=True
+    )
     for rank in args.ranks:
         found = measure(args.size, rank, args.rounds)
         whole, host, values = (statistics.median(found[name]) for name in ("fingerprint", "host", "values"))

@@ -33,6 +33,7 @@ from engines import (
     load_tokenizer,
     machine,
     model_directory,
+    model_title,
     policy,
     report,
     save,
@@ -144,7 +145,7 @@ def main():
     if "error" in found:
         raise SystemExit(found["error"])
     save(f"host-{args.sizes[0]}", {"arguments": vars(args), "load": load, "results": found}, args.output)
-    print(f"{machine()}, Qwen2.5 {args.sizes[0]}, {args.precisions[0]}, milliseconds of a decode step")
+    print(f"{machine()}, {model_title(args.sizes[0])}, {args.precisions[0]}, milliseconds of a decode step")
     print(f"{'without':<10}" + "".join(f"{f'{batch} in flight':>16}{'longer':>8}" for batch in args.batches))
     for part in PARTS:
         row = f"{part if part != 'all' else '-':<10}"

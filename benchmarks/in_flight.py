@@ -102,7 +102,7 @@ def limit(generation: Generation, size: str, machine: str, precision: str) -> fl
     bandwidth, rate, rate_16 = of_card(BANDWIDTH, machine), rate_of(precision, machine), rate_of("bf16", machine)
     seconds = 2 * layers * generation.again / rate
     for active, tokens in zip(generation.active, generation.tokens, strict=True):
-        read = weight_bytes(size, precision) + tokens * cache_bytes(size)
+        read = weight_bytes(size, precision, active) + tokens * cache_bytes(size)
         seconds += max(read / bandwidth, 2 * active * (layers / rate + head / rate_16))
     return seconds
 

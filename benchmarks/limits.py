@@ -7,6 +7,13 @@ The least time that a GPU needs for the two long phases of a step.
 A decode step reads the weights of the layers, a BF16 head, and the keys and values of all tokens so far, each once. It
 has two operations for each weight and each completion that has not ended.
 
+In a mixture of experts a token has operations with its k experts alone, and a decode step reads the experts that its n
+tokens reach. If each token takes any k of the E experts with the same probability, those are on average
+
+    E (1 - (1 - k/E)^n)
+
+of each layer. Routers are left out.
+
 An update has two operations for each weight of the layers, each token and each product: forward, forward again because
 of gradient checkpointing, dX, and dW if all weights are trained. The head has them for completions alone, without the
 second forward. Attention is causal, has two products in a forward pass, which is computed twice, and five in the
@@ -22,18 +29,38 @@ from trl_quant.formats import FORMATS
 from trl_quant.precisions import PRECISIONS
 
 
-def weights_of(size: str) -> tuple[int, int]:
-    """Returns the numbers of weights in the linear layers of all decoder layers, and in the head."""
+def head_width(size: str) -> int:
+    """Returns the width of a head of attention."""
     shape = SHAPES[size]
-    hidden = shape["hidden_size"]
-    keys = hidden * shape["kv_heads"] // shape["heads"]
-    layer = hidden * (2 * hidden + 2 * keys + 3 * shape["intermediate_size"])
-    return shape["num_hidden_layers"] * layer, VOCABULARY * hidden
+    return shape.get("head_dim", shape["hidden_size"] // shape["heads"])
 
 
-def weight_bytes(size: str, precision: str) -> float:
-    """Returns the bytes of the weights that a decode step reads: the linear layers' in `precision`, and a BF16 head."""
-    layers, head = weights_of(size)
+def weights_of(size: str, experts: float | None = None) -> tuple[float, int]:
+    """
+    Returns the numbers of weights in the linear layers of all decoder layers, and in the head. In a mixture, `experts`
+    of each layer count; by default those that a token has operations with. A dense MLP is one expert.
+    """
+    shape = SHAPES[size]
+    hidden, inner = shape["hidden_size"], shape.get("moe_intermediate_size") or shape["intermediate_size"]
+    attention = 2 * hidden * head_width(size) * (shape["heads"] + shape["kv_heads"])
+    experts = shape.get("num_experts_per_tok", 1) if experts is None else experts
+    layer = attention + experts * 3 * hidden * inner
+    return shape["num_hidden_layers"] * layer, shape.get("vocab_size", VOCABULARY) * hidden
+
+
+def experts_reached(size: str, tokens: int) -> float:
+    """Returns the expected number of different experts that `tokens` tokens reach in a layer; 1 for a dense MLP."""
+    shape = SHAPES[size]
+    experts = shape.get("num_experts", 1)
+    return experts * (1 - (1 - shape.get("num_experts_per_tok", 1) / experts) ** tokens)
+
+
+def weight_bytes(size: str, precision: str, tokens: int = 1) -> float:
+    """
+    Returns the bytes of the weights that a decode step of `tokens` tokens reads: the linear layers' in `precision`, and
+    a BF16 head.
+    """
+    layers, head = weights_of(size, experts_reached(size, tokens))
     format = PRECISIONS[precision].format
     return layers * (16 if format is None else FORMATS[format].bits) / 8 + 2 * head
 
@@ -41,7 +68,7 @@ def weight_bytes(size: str, precision: str) -> float:
 def cache_bytes(size: str) -> int:
     """Returns the bytes of one token's keys and values in BF16."""
     shape = SHAPES[size]
-    return 2 * 2 * shape["num_hidden_layers"] * shape["kv_heads"] * shape["hidden_size"] // shape["heads"]
+    return 2 * 2 * shape["num_hidden_layers"] * shape["kv_heads"] * head_width(size)
 
 
 def rate_of(precision: str, machine: str) -> float:
@@ -59,7 +86,7 @@ def sampling_limit(size: str, machine: str, precision: str, prompt: int, generat
     seconds = 2 * layers * prompts * prompt / rate
     for step in range(max(lengths)):
         active = sum(length > step for length in lengths)
-        read = weight_bytes(size, precision) + active * (prompt + step) * cache_bytes(size)
+        read = weight_bytes(size, precision, active) + active * (prompt + step) * cache_bytes(size)
         multiplied = 2 * active * (layers / rate + head / rate_16)
         seconds += max(read / bandwidth, multiplied)
     return seconds
@@ -74,7 +101,7 @@ def update_limit(
     prompts = len(lengths) / generations
     products = 3 if lora else 4
     seconds = 2 * products * layers * (completions + prompts * prompt) / rate_of(precision, machine)
-    # Of a token with each token before it: one product for the scores and one for their sums, `hidden_size` each
+    # Of a token with each token before it: one product for the scores and one for their sums, all heads each
     pairs = prompts * prompt**2 / 2 + sum(length * prompt + length**2 / 2 for length in lengths)
-    attention = 2 * shape["hidden_size"] * shape["num_hidden_layers"] * pairs * (2 * 2 + 5)
+    attention = 2 * shape["heads"] * head_width(size) * shape["num_hidden_layers"] * pairs * (2 * 2 + 5)
     return seconds + (2 * (2 if lora else 3) * head * completions + attention) / rate_of("bf16", machine)

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from engines import BANDWIDTH, FLOPS, SHAPES, call_seconds, machine, of_card, save
+from engines import BANDWIDTH, DENSE, FLOPS, SHAPES, call_seconds, machine, of_card, save
 from torch import nn
 
 from trl_quant.formats import quantize
@@ -212,7 +212,7 @@ def saved_by(layer: nn.Module, forward, x: torch.Tensor) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
-    parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=["7b", "32b"])
+    parser.add_argument("--sizes", nargs="+", choices=DENSE, default=["7b", "32b"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[16, 64, 256, 1024, 4096, 16384])
     parser.add_argument("--precision", choices=FrozenLinear.precisions(), default="nvfp4")
     parser.add_argument("--rank", type=int, default=32)

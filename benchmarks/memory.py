@@ -37,7 +37,7 @@ import torch
 from datasets import Dataset
 from engines import (
     CUDA,
-    SHAPES,
+    DENSE,
     START,
     Clock,
     in_own_process,
@@ -49,6 +49,7 @@ from engines import (
     speak,
     words_of,
 )
+from limits import cache_bytes
 from peft import LoraConfig
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -121,9 +122,7 @@ def settings_of(args, kind: str, cuda: bool = CUDA) -> dict:
 
 def cache_of(args, length: int) -> int:
     """Returns the bytes of vLLM's cache for a whole generation of so many tokens a sequence, and a tenth more."""
-    sizes = SHAPES[args.sizes[0]]
-    token = sizes["num_hidden_layers"] * 2 * sizes["kv_heads"] * (sizes["hidden_size"] // sizes["heads"]) * 2
-    return int(1.1 * args.batch * length * token)
+    return int(1.1 * args.batch * length * cache_bytes(args.sizes[0]))
 
 
 def make_trainer(args, tokenizer):
@@ -261,7 +260,7 @@ def measure(args) -> dict:
 def options(cuda: bool = CUDA) -> argparse.ArgumentParser:
     kinds = [name for name in frozen_bases() if name not in bitsandbytes_bases()]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
-    parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=["32b", "70b"] if cuda else ["tiny"])
+    parser.add_argument("--sizes", nargs="+", choices=DENSE, default=["32b", "70b"] if cuda else ["tiny"])
     parser.add_argument("--kinds", nargs="+", choices=["trl", *kinds], default=["trl", "nvfp4"])
     parser.add_argument("--cap", type=float, metavar="GB", help="of 10^9 bytes; 0 for none")
     parser.add_argument("--batch", type=int, default=8, help="completions of a step")

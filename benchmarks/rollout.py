@@ -40,6 +40,7 @@ from engines import (
     load_tokenizer,
     machine,
     model_directory,
+    model_title,
     of_card,
     policy,
     report,
@@ -110,7 +111,7 @@ def measure(kind: str, args) -> dict:
             host.seconds.clear()
             sample(prompts[batch], args.new)
             per_step = {name: 1e3 * seconds / args.new for name, seconds in host.seconds.items()}
-            read = weight_bytes(size, "bf16" if kind == BASELINE else kind)
+            read = weight_bytes(size, "bf16" if kind == BASELINE else kind, batch)
             read += batch * (args.prompt + args.new / 2) * cache_bytes(size)
             limit = {"limit": 1e3 * read / of_card(BANDWIDTH)} if CUDA else {}
             result[batch]["profile"] = per_step | limit | steps[batch]
@@ -161,8 +162,8 @@ def main():
 
     results = {}
     for size in args.sizes:
-        print(f"{machine()}, Qwen2.5 {size}, {args.prompt} tokens in, {args.new} out, LoRA of rank {args.lora}")
-        heading = "".join(f"{f'batch {batch}':>13}{'ratio':>8}" for batch in args.batches)
+        print(f"{machine()}, {model_title(size)}, {args.prompt} tokens in, {args.new} out, LoRA of rank {args.lora}")
+        heading = "".join(f"{f'batch {batch}':>13}{'ratio':>8}{'ms':>8}" for batch in args.batches)
         print(f"{'engine':<12}{heading}{'sync s':>9}", flush=True)
         found = results.setdefault(size, {})
         for kind in (BASELINE, *args.precisions):
@@ -175,7 +176,7 @@ def main():
             for batch in map(str, args.batches):
                 rate, base = row[batch]["tokens_per_s"], found[BASELINE].get(batch)
                 ratio = f"{rate / base['tokens_per_s']:.2f}" if base else "-"
-                cells += f"{rate:>13.0f}{ratio:>8}"
+                cells += f"{rate:>13.0f}{ratio:>8}{1e3 * row[batch]['sample_s'] / args.new:>8.2f}"
             print(f"{kind:<12}{cells}{row[str(args.batches[0])]['sync_s']:>9.3f}", flush=True)
         if args.profile:
             print_profile(found, args.batches)

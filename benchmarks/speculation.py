@@ -33,7 +33,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from engines import CUDA, PRECISIONS, SHAPES, in_own_process, machine, report, save, seconds
+from engines import CUDA, DENSE, PRECISIONS, SHAPES, in_own_process, machine, report, save, seconds
 from unified_mismatch import TINY, train
 
 
@@ -109,8 +109,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
     parser.add_argument("--data", type=Path, required=True, help="a .jsonl with the columns 'question' and 'answer'")
     parser.add_argument("--models", type=Path, help="what this wrote before; trained if not given, or not there")
-    parser.add_argument("--size", choices=SHAPES, default="3b" if CUDA else "tiny", help="of the policy")
-    parser.add_argument("--draft", choices=SHAPES, default="0.5b" if CUDA else "tiny", help="size of the draft model")
+    parser.add_argument("--size", choices=DENSE, default="3b" if CUDA else "tiny", help="of the policy")
+    parser.add_argument("--draft", choices=DENSE, default="0.5b" if CUDA else "tiny", help="size of the draft model")
     parser.add_argument("--updates", type=int, default=200 if CUDA else 5, help="of the training on the texts")
     parser.add_argument("--sequences", type=int, default=8 if CUDA else 2, help="of an update")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS if CUDA else ("none", "waiting"))

@@ -15,6 +15,7 @@ Times whole GRPO steps and their phases, through the trainers, with TRL's traine
 | `fp8/fp8/adapter` | ours with the adapter beside an FP8 base that trainer and vLLM hold once |
 | `fp8_block/fp8_block/exact` | ours with `exact_rollouts` too |
 | `bf16+padded`, `fp8+packed` | ours with `pack_sequences` set to False or True |
+| `fp8+replay` | ours with `router_replay`, for a mixture of experts |
 | `fp8/fp8@2` | ours with `rollouts_in_flight=2` |
 | `fp8/fp8+liger` | ours with Liger's kernels |
 | `rloo:trl`, `rloo:fp8/fp8` | TRL's `RLOOTrainer` and ours; its reference model is TRL's default |
@@ -66,6 +67,7 @@ from engines import (
     PRECISIONS,
     START,
     Clock,
+    adapter,
     commit,
     engine_options,
     load_tokenizer,
@@ -96,8 +98,11 @@ TRLS = {
 }
 OTHERS = (*TRLS, *step_runs.UNSLOTH)
 METHODS = ("grpo", "rloo", "ppo")
+SWITCHES = {"packed": {"pack_sequences": True}, "padded": {"pack_sequences": False}}
+SWITCHES |= {"liger": {"use_liger_kernel": True}, "replay": {"router_replay": True}}
 OURS = re.compile(
-    r"(?P<rollout>\w+)(/(?P<train>\w+)(/(?P<how>exact|adapter))?)?(\+(?P<switch>packed|padded|liger))?(@(?P<flight>[\d.]+))?"
+    r"(?P<rollout>\w+)(/(?P<train>\w+)(/(?P<how>exact|adapter))?)?"
+    rf"(\+(?P<switch>{'|'.join(SWITCHES)}))?(@(?P<flight>[\d.]+))?"
 )
 # Arguments that all runs of a file share
 SHARED = ("prompt", "generations", "lora", "median", "sigma", "seed", "correction", "lora_sync")
@@ -126,11 +131,7 @@ def fields_of(trainer: str, precisions: Sequence[str] = PRECISIONS) -> dict:
         fields["exact_rollouts"] = True
     if parts["flight"]:
         fields["rollouts_in_flight"] = float(parts["flight"])
-    if parts["switch"] == "liger":
-        fields["use_liger_kernel"] = True
-    elif parts["switch"]:
-        fields["pack_sequences"] = parts["switch"] == "packed"
-    return fields
+    return fields | SWITCHES.get(parts["switch"], {})
 
 
 def trainer_name(text: str, precisions: Sequence[str] = PRECISIONS) -> str:
@@ -248,7 +249,6 @@ def run_settings(args, directory: str, longest: int) -> dict:
 def make_trainer(args, tokenizer):
     """Builds TRL's trainer or ours, with vLLM in the same process."""
     from datasets import Dataset
-    from peft import LoraConfig
     from transformers import AutoConfig, AutoModelForCausalLM
     from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
@@ -278,7 +278,7 @@ def make_trainer(args, tokenizer):
         "processing_class": tokenizer,
     }
     if args.lora:
-        given["peft_config"] = LoraConfig(r=args.lora, lora_alpha=2 * args.lora, target_modules="all-linear")
+        given["peft_config"] = adapter(model, args.lora)
     if args.one in TRLS:
         trainer, config = trls[method]
         with llm_with(**arguments | args.trl_engine_kwargs):
@@ -430,7 +430,7 @@ def options(cuda: bool = CUDA) -> argparse.ArgumentParser:
         default=["trl", "trl-control", "bf16", "fp8"] if cuda else ["bf16", "int8"],
         metavar="TRAINER",
         help=f"{', '.join(OTHERS)}, or ours: "
-        "[METHOD:]ROLLOUT[/TRAIN[/exact|/adapter]][+packed|+padded|+liger][@IN_FLIGHT]",
+        "[METHOD:]ROLLOUT[/TRAIN[/exact|/adapter]][+packed|+padded|+liger|+replay][@IN_FLIGHT]",
     )
     parser.add_argument("--correction", default="tis", help="`is_correction` of ours")
     parser.add_argument(

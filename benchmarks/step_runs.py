@@ -19,7 +19,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from engines import BANDWIDTH, in_own_process, machine, versions
+from engines import BANDWIDTH, in_own_process, machine, model_title, versions
 from limits import sampling_limit, update_limit
 from raw_results import read_results, write_results
 
@@ -145,7 +145,7 @@ def print_tables(found: dict) -> None:
         for shape, lengths in found["lengths"].items():
             runs = [run for run in found["runs"] if run["size"] == size and shape in run["results"]]
             if runs:
-                title = f"Qwen2.5 {size}, {shape}"
+                title = f"{model_title(size)}, {shape}"
                 print_table(title, lengths[1:], runs, shape, found["machine"], found["arguments"])
 
 

@@ -3,15 +3,20 @@ Measures time and peak extra memory of a weight sync, against TRL's BF16 push in
 
     python benchmarks/sync.py                          # 7B shapes on a GPU, tiny ones on a CPU
     python benchmarks/sync.py --size 32b --precisions fp8 nvfp4 --lora 32
+    python benchmarks/sync.py --size 30b-a3b --precisions bf16 fp8 --lora 32 --lora_sync adapter --checks 0
 
 Each engine runs in its own process. `sync` is the median of the rounds after the first; `stream` is the time to
 produce the tensors (gather, merge, quantize), without vLLM; `check` is the time of one self-check (every
 `sync_check_steps` syncs); `print` is the time of one fingerprint of the policy's weights. A step takes one after its
 sync, and one before each further generation. Extra memory is the peak above the memory allocated before.
+
+With `--lora_sync adapter` our engines get the adapter alone, which is all that changes. Their base stays as it was
+loaded, so there is no check and no stream of weights.
 """
 
 import argparse
 import statistics
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +29,7 @@ from engines import (
     in_own_process,
     machine,
     model_directory,
+    model_title,
     policy,
     report,
     save,
@@ -33,11 +39,12 @@ from engines import (
 from trl_quant.rollout.fingerprint import fingerprint
 
 
-def measure(kind: str, size: str, lora: int, rounds: int) -> dict:
-    model = policy(model_directory(size), lora)
-    engine = build(kind, model, 4, 16, 512, enforce_eager=True, kv_cache_memory_bytes=256 << 20)
+def measure(kind: str, args) -> dict:
+    model = policy(model_directory(args.size), args.lora)
+    arguments = {"enforce_eager": True, "kv_cache_memory_bytes": 256 << 20}
+    engine = build(kind, model, 4, 16, 512, args.lora_sync, **arguments)
     first = seconds(engine.sync_weights)
-    times = [seconds(engine.sync_weights) for _ in range(rounds)]
+    times = [seconds(engine.sync_weights) for _ in range(args.rounds)]
     extra = None
     if CUDA:
         torch.cuda.reset_peak_memory_stats()
@@ -45,16 +52,19 @@ def measure(kind: str, size: str, lora: int, rounds: int) -> dict:
         engine.sync_weights()
         extra = torch.cuda.max_memory_allocated() - before
     result = {"first": first, "sync": statistics.median(times), "extra_bytes": extra}
-    if kind != "trl":
+    if kind == "trl":
+        return result
+    result["fingerprint"] = min(seconds(partial(fingerprint, model)) for _ in range(3))
+    if args.lora_sync == "merge":
         consume = lambda: [None for _ in engine.engine.stream()]  # noqa: E731
         result["stream"] = min(seconds(consume) for _ in range(3))
-        result["fingerprint"] = min(seconds(partial(fingerprint, model)) for _ in range(3))
         if not CUDA:  # dummy weights bypass our loader, which INT8 needs on CPUs without AMX
             return result
-        engine.check_sync()
-        result["check"] = min(seconds(engine.check_sync) for _ in range(3))
+        if args.checks:
+            engine.check_sync()
+            result["check"] = min(seconds(engine.check_sync) for _ in range(args.checks))
         engine.engine.drift.measures = lambda name: False
-        result["sync_without_metrics"] = statistics.median(seconds(engine.sync_weights) for _ in range(rounds))
+        result["sync_without_metrics"] = statistics.median(seconds(engine.sync_weights) for _ in range(args.rounds))
     return result
 
 
@@ -62,16 +72,20 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
     parser.add_argument("--size", choices=SHAPES, default="7b" if CUDA else "tiny")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS)
-    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="an adapter of this rank to merge")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="an adapter of this rank")
+    parser.add_argument("--lora_sync", choices=["merge", "adapter"], default="merge", help="for our engines")
+    parser.add_argument("--checks", type=int, default=3, help="self-checks that are timed, after one that is not")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one engine")
     parser.add_argument("--output", type=Path, help="directory for a JSON file, compressed, named after the machine")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        return report(measure(args.one, args.size, args.lora, args.rounds))
+        return report(measure(args.one, args))
 
-    print(f"{machine()}, Qwen2.5 {args.size}{f', LoRA of rank {args.lora} merged' if args.lora else ''}", flush=True)
+    how = {"merge": "merged", "adapter": "beside its base in ours, merged in TRL's"}[args.lora_sync]
+    of_what = f"LoRA of rank {args.lora}, {how}" if args.lora else "all weights"
+    print(f"{machine()}, {model_title(args.size)}, {of_what}", flush=True)
     print(
         f"{'engine':<12}{'sync s':>9}{'of TRL':>8}{'first':>8}{'stream':>8}{'no metrics':>12}{'check':>8}"
         f"{'print':>8}{'extra MiB':>11}",
@@ -79,8 +93,7 @@ def main():
     )
     results, baseline = {}, None
     for kind in ("trl", *args.precisions):
-        options = ["--size", args.size, "--lora", str(args.lora), "--rounds", str(args.rounds)]
-        found = results[kind] = in_own_process(["--one", kind, *options], args.timeout)
+        found = results[kind] = in_own_process([*sys.argv[1:], "--one", kind], args.timeout)
         save(f"sync-{args.size}", {"arguments": vars(args), "results": results}, args.output)
         if "error" in found:
             print(f"{kind:<12}{found['error'][:120]}", flush=True)

@@ -29,7 +29,7 @@ import torch
 from datasets import Dataset
 from engines import (
     CUDA,
-    SHAPES,
+    DENSE,
     Clock,
     commit,
     in_own_process,
@@ -196,7 +196,7 @@ def measure(kind: str, args) -> dict:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
-    parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=["7b"] if CUDA else ["tiny"])
+    parser.add_argument("--sizes", nargs="+", choices=DENSE, default=["7b"] if CUDA else ["tiny"])
     kinds = ["trl", "bf16", *frozen_bases(), *unified_flows(), *(f"{name}/adapter" for name in unified_flows())]
     parser.add_argument("--kinds", nargs="+", choices=kinds, default=["trl", "nvfp4"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[2048, 4096, 8192, 16384] if CUDA else [128, 256])

@@ -1,7 +1,11 @@
 """`benchmarks/limits.py`: the least seconds of a step's phases, against loops over tokens."""
 
+from itertools import combinations, product
+
 import pytest
+import torch
 from places import BENCHMARKS
+from transformers import AutoConfig, AutoModelForCausalLM
 
 
 H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
@@ -86,6 +90,75 @@ def test_updates_against_loops(limits, precision, rate, lora):
     given = limits.update_limit("7b", H200, precision, PROMPT, GENERATIONS, LENGTHS, lora)
     assert given == pytest.approx(update_in_loops(rate, lora), rel=1e-6)
     assert given != pytest.approx(limits.update_limit("7b", H200, precision, PROMPT, 1, LENGTHS, lora), rel=1e-3)
+
+
+# Mixtures of experts
+
+
+def counted(limits, size: str) -> tuple[int, int, int]:
+    """Returns the weights of attention and of one expert in all layers, and of the head, of transformers' model."""
+    import engines
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(engines.model_directory(size)))
+    named = {name: param.numel() for name, param in model.named_parameters() if "norm" not in name}
+    attention = sum(count for name, count in named.items() if ".self_attn." in name)
+    experts = sum(count for name, count in named.items() if ".experts." in name)
+    return attention, experts // model.config.num_experts, named["lm_head.weight"]
+
+
+def reached_by_trying(experts: int, each: int, tokens: int) -> float:
+    """Returns the mean number of different experts over every choice that the tokens can make."""
+    choices = [*product(combinations(range(experts), each), repeat=tokens)]
+    return sum(len(set().union(*chosen)) for chosen in choices) / len(choices)
+
+
+def test_experts_that_tokens_reach(limits):
+    for tokens in (1, 2, 3):
+        mean = reached_by_trying(8, 2, tokens)
+        assert limits.experts_reached("tiny-moe", tokens) == pytest.approx(mean, rel=1e-12)
+        assert limits.experts_reached("7b", tokens) == 1
+    assert mean < 5  # of 8, although 3 tokens have 6 choices
+
+
+def test_weights_of_a_mixture(limits):
+    """Qwen3-30B-A3B has 30.5B parameters, of which a token takes 3.3B with the embeddings and the head."""
+    attention, expert, head = counted(limits, "30b-a3b")
+    assert limits.weights_of("30b-a3b") == (attention + 8 * expert, head)
+    assert limits.weights_of("30b-a3b", 128) == (attention + 128 * expert, head)
+    assert sum(limits.weights_of("30b-a3b", 128)) + head == pytest.approx(30.53e9, rel=1e-3)
+    assert sum(limits.weights_of("30b-a3b")) + head == pytest.approx(3.34e9, rel=1e-2)
+    assert limits.cache_bytes("30b-a3b") == 96 << 10
+
+
+def test_sampling_of_a_mixture_against_loops(limits):
+    lengths, prompt = [3, 1, 2], 5
+    attention, expert, _ = counted(limits, "tiny-moe")
+    head = VOCABULARY * 256
+    seconds = len(lengths) * prompt * 2 * (attention + 2 * expert) / 989e12
+    all_experts = seconds
+    for step in range(3):
+        active = sum(length > step for length in lengths)
+        cached = active * (prompt + step) * 2 * 2 * 2 * 2 * 128  # bytes, k and v, layers, heads, their width
+        reads = (attention + experts * expert for experts in (reached_by_trying(8, 2, active), 8))
+        own, of_all = ((2 * read + 2 * head + cached) / 4.8e12 for read in reads)
+        seconds, all_experts = seconds + own, all_experts + of_all
+    given = limits.sampling_limit("tiny-moe", H200, "bf16", prompt, 1, lengths)
+    assert given == pytest.approx(seconds, rel=1e-9) and given < 0.99 * all_experts
+
+
+def test_update_of_a_mixture_against_loops(limits):
+    attention, expert, head = counted(limits, "30b-a3b")
+    seconds = 0.0
+    for length in LENGTHS:
+        seconds += 3 * 2 * (attention + 8 * expert) * length / 989e12 + 2 * 2 * head * length / 989e12
+        for keys in range(PROMPT, PROMPT + length):
+            seconds += 48 * (2 * 2 + 5) * 2 * 32 * 128 * (keys + 0.5) / 989e12
+    for _ in range(len(LENGTHS) // GENERATIONS):
+        seconds += 3 * 2 * (attention + 8 * expert) * PROMPT / 989e12
+        seconds += sum(48 * (2 * 2 + 5) * 2 * 32 * 128 * (keys + 0.5) for keys in range(PROMPT)) / 989e12
+    given = limits.update_limit("30b-a3b", H200, "bf16", PROMPT, GENERATIONS, LENGTHS)
+    assert given == pytest.approx(seconds, rel=1e-6)
 
 
 @pytest.mark.slow

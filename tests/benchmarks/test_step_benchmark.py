@@ -78,6 +78,7 @@ def test_a_warm_up_alone_is_refused(step, monkeypatch, capsys):
 def test_trainers_by_name(step):
     assert step.fields_of("bf16") == {"rollout_precision": "bf16"}
     assert step.fields_of("bf16+padded") == {"rollout_precision": "bf16", "pack_sequences": False}
+    assert step.fields_of("bf16+replay") == {"rollout_precision": "bf16", "router_replay": True}
     assert step.fields_of("bf16+liger") == {"rollout_precision": "bf16", "use_liger_kernel": True}
     assert step.fields_of("int8/int8/exact+packed") == {
         "rollout_precision": "int8",
@@ -161,6 +162,13 @@ def test_limits_of_unsloth_are_those_of_its_base(step_runs):
             for trainer in (name, ours)
         )
         assert theirs == same
+
+
+def test_limits_of_a_switch_are_those_without_it(step_runs):
+    arguments = {"prompt": 256, "generations": 8, "lora": 32}
+    runs = ({"trainer": name, "size": "30b-a3b"} for name in ("fp8+replay", "fp8", "bf16"))
+    replayed, fp8, bf16 = (step_runs.limits_of(run, "H200", arguments, [[64] * 8]) for run in runs)
+    assert replayed == fp8 != bf16
 
 
 # Files of runs
@@ -281,7 +289,8 @@ def test_processes_that_start_together_get_ports_of_their_own(step, monkeypatch)
 
 
 @pytest.mark.slow
-def test_trainers_get_the_lengths_that_were_drawn(tmp_path, step, monkeypatch, capsys):
+@pytest.mark.parametrize("size", ["tiny", "tiny-moe"])
+def test_trainers_get_the_lengths_that_were_drawn(size, tmp_path, step, monkeypatch, capsys):
     """The trainer in a process of its own, which is the script's; the tables are the same when they are shown again."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
     import engines
@@ -291,7 +300,7 @@ def test_trainers_get_the_lengths_that_were_drawn(tmp_path, step, monkeypatch, c
 
     monkeypatch.setattr(engines, "subprocess", SimpleNamespace(**vars(subprocess) | {"run": run}))
     output = tmp_path / "runs.json"
-    words = ["--tokenizer", save_words(tmp_path / "tokenizer.json"), "--sizes", "tiny", "--generations", "2"]
+    words = ["--tokenizer", save_words(tmp_path / "tokenizer.json"), "--sizes", size, "--generations", "2"]
     words += ["--trainers", "bf16", "--completions", "4x16:lognormal", "8x8", "--micro", "8"]
     words += ["--steps", "3", "--median", "6"]
 
