@@ -146,15 +146,15 @@ def test_memory_of_an_update(estimated, name):
 
 def runs_of_steps() -> list:
     """
-    (file, arguments, size, rank, micro-batch, trainer, shape, bytes) of every step that was measured, but PPO's, whose
-    memory is not estimated.
+    (file, arguments, size, rank, micro-batch, trainer, shape, bytes) of every step that was measured, but PPO's and
+    unsloth's, whose memory is not estimated.
     """
     found = []
     for path in sorted(RESULTS.glob("step-*.json.xz")):
         content = read_results(path)
         for run in content["runs"]:
             method, _, name = run["trainer"].partition("@")[0].partition("+")[0].removesuffix("/exact").rpartition(":")
-            if method == "ppo":
+            if method == "ppo" or name.startswith("unsloth"):
                 continue
             given = content["arguments"] | {"lengths": content["lengths"], "method": method} | run
             rollout, _, train = name.partition("/")
