@@ -216,7 +216,7 @@ CASES = {
             others=lambda directory: {"teacher_model": save_tiny(directory / "teacher", "qwen3_moe")},
         ),
         Case(
-            "a mixture of experts stored in 'nvfp4', whose experts transformers reads wrongly",
+            "a mixture of experts stored in 'nvfp4'. transformers does not read the global scales",
             DISTILLATION,
             others=lambda directory: {"teacher_model": quantized_mixture(directory)},
         ),

@@ -1,13 +1,11 @@
 """Rules of a distillation's teacher: its name, its vocabulary, its precision."""
 
+from ...formats import FORMATS
 from ...models.families import number_of_experts
 from ...policy.vocabulary import saved_tokenizer, why_not_one_vocabulary
 from ...storage.layout import stored_format
 from ..given import Given, name_of
 from .rule import Rule
-
-
-READ_BY_TRANSFORMERS = ("fp8", "int4", "mxfp4")  # formats in which it reads stored experts as they were
 
 
 def _given_formats(run: Given) -> str | None:
@@ -56,7 +54,7 @@ def _experts(run: Given) -> int:
 
 
 def _misread_experts(run: Given) -> str | None:
-    """Returns the format of a teacher whose stored experts transformers does not read; `None` if it reads them."""
+    """Returns the format of a teacher whose experts transformers would read without their global scales; else `None`."""
     config = {} if run.teacher is None else run.teacher_config.to_dict()
     if number_of_experts(config) < 2 or not config.get("quantization_config"):
         return None
@@ -64,7 +62,7 @@ def _misread_experts(run: Given) -> str | None:
         found = stored_format(config)
     except ValueError:  # written by another tool
         return None
-    return None if found in READ_BY_TRANSFORMERS else found
+    return found if FORMATS[found].shares_scale else None
 
 
 RULES = (
@@ -130,8 +128,8 @@ RULES = (
     Rule(
         ("teacher_precision",),
         when=_misread_experts,
-        message="The teacher is a mixture of experts stored in {found!r}, whose experts transformers reads wrongly or "
-        f"not at all. Use its 16-bit checkpoint, or one in {' or '.join(map(repr, READ_BY_TRANSFORMERS))}.",
+        message="The teacher is a mixture of experts stored in {found!r}. transformers does not read the global scales "
+        "of its experts, and would compute with wrong ones. Use its 16-bit checkpoint.",
         needs="model",
     ),
 )
