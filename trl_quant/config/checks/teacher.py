@@ -54,7 +54,7 @@ def _experts(run: Given) -> int:
 
 
 def _misread_experts(run: Given) -> str | None:
-    """Returns the format of a teacher whose experts transformers would read without their global scales; else `None`."""
+    """Returns the format of a teacher whose experts transformers reads without their global scales; else `None`."""
     config = {} if run.teacher is None else run.teacher_config.to_dict()
     if number_of_experts(config) < 2 or not config.get("quantization_config"):
         return None
