@@ -20,7 +20,7 @@ MODES = {
     "zero3": ("zero3", 2),
     "spread": ("ddp", 2),
     "gathered": ("fsdp2", 1),
-    "partitioned": ("zero3", 1),
+    "partitioned": ("zero3", 2),
 }
 
 

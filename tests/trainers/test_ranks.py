@@ -16,7 +16,7 @@ from vllm_ranks import check
 
 pytestmark = [pytest.mark.isa, pytest.mark.slow]
 EMBEDDED = ["embedded-int8-full", "embedded-int8-lora", "rloo-int8-full", "distilled-int8-full"]
-EMBEDDED += ["experts-int8-full", "experts-int8-lora"]  # whose adapter changes experts and routers too
+EMBEDDED += ["experts-int8-lora"]  # the adapter changes experts and routers too
 PPO = ["ppo-int8-full", "ppo-int8-lora", "ppo-int8-shared"]
 PASSES = ["passes-int4-full", "passes-int4-lora"]
 TRAINED = ["trained-nvfp4-lora", "trained-fp8_block-full"]
@@ -43,13 +43,11 @@ LAUNCHES = {
             "fsdp2-int8-lora",
             "unified-int8-full",
             "split-int8-lora",
-            "gathered-bf16-full",
             "gathered-bf16-lora",
         ],
     ),
     "zero2": ("zero2", [*TRAINED, *PACKED[:1], "zero2-int8-full"]),
-    "zero3": ("zero3", [*EMBEDDED, "zero3-int8-full", "zero3-bf16-lora"]),
-    "zero3-whole": ("zero3", ["partitioned-bf16-full", "partitioned-bf16-lora"]),  # one engine a rank
+    "zero3": ("zero3", [*EMBEDDED, "zero3-int8-full", "zero3-bf16-lora", "partitioned-bf16-full"]),
 }
 
 
