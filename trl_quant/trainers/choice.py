@@ -167,7 +167,7 @@ def _configs(args: QuantFields, precisions: list[str], model, given: dict) -> di
 
 
 def _refused(run: Given) -> str | None:
-    """Returns why a run's model does not go with its settings; `None` if it does."""
+    """Returns why the settings of a run refuse its model; `None` if they take it."""
     needing = (rule for rules in RULES.values() for rule in rules if rule.needs == "model" and rule.error is not None)
     return next(filter(None, (rule.broken(run) for rule in needing)), None)
 

@@ -83,7 +83,7 @@ def _is_added(run: Given) -> bool:
 
 
 def _unfit_for_experts(run: Given) -> str | None:
-    """Returns the settings of an adapter of experts or routers that do not go with it; `None` if there are none."""
+    """Returns the settings that PEFT refuses with an adapter of experts or routers; `None` if there are none."""
     config = run.peft_config
     found = [f"`{name}`={getattr(config, name)!r}" for name in OF_TENSORS if getattr(config, name) != OF_TENSORS[name]]
     if config.init_lora_weights not in INITIALIZATIONS:
