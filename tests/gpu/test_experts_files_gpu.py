@@ -18,6 +18,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm import LLM, SamplingParams
 from vllm_engines import MEMORY, PROMPTS, SMALL, keep, mixture
 
+from trl_quant.formats import FORMATS
 from trl_quant.rollout.vllm.support import supported_precisions
 from trl_quant.storage.layout import storable
 from trl_quant.storage.perplexity import become_quantized
@@ -75,4 +76,6 @@ def test_plain_vllm_computes_with_the_stored_experts(family, format, tmp_path):
     save_file(exchanged, path / "model.safetensors", metadata={"format": "pt"})
     wrong = scores(path)
     print(family, format, apart(right, wanted), apart(wrong, wanted))
-    assert apart(right, wanted) < 0.6 and apart(wrong, wanted) > 2 * apart(right, wanted)  # rounding moves some routes
+    # Where inputs are rounded too, some tokens go to other experts than in transformers' model
+    bound, farther = (0.15, 3) if FORMATS[format].activations is None else (0.6, 2)
+    assert apart(right, wanted) < bound and apart(wrong, wanted) > farther * apart(right, wanted)
