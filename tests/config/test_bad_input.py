@@ -7,11 +7,12 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from refusals import ACCEPTED_DATA, INT8, REFUSED_DATA, STREAM, VLLM, build, check, prompts, refused, said
-from tiny import tiny_model
+from tiny import save_tiny, tiny_model
 from training import spread
 from trl import GRPOConfig, SFTConfig
 
 from trl_quant import QuantDistillationConfig, QuantGRPOConfig, QuantRLOOConfig
+from trl_quant.storage.layout import quantize_checkpoint
 from trl_quant.tasks import REWARDS
 
 
@@ -437,11 +438,19 @@ def test_a_column_with_a_name_of_trls_is_refused():
         refused(lambda name=name: check(train_dataset=prompts("a", **{name: ["b"]})), f"has a column {name!r}")
 
 
+def test_a_reward_model_whose_experts_transformers_misreads_is_refused(tmp_path):
+    mixture = save_tiny(tmp_path / "mixture", "qwen3_moe", tied=False)
+    stored = {name: str(quantize_checkpoint(mixture, tmp_path / name, name)) for name in ("nvfp4", "fp8")}
+    refused(lambda: check(reward_funcs=[spread, stored["nvfp4"]]), "a mixture of experts stored in 'nvfp4'")
+    check(reward_funcs=[spread, stored["fp8"]])
+
+
 def test_rewards_are_accepted(tmp_path):
     async def awaited(completions, **kwargs):
         return [0.0] * len(completions)
 
     check(reward_funcs=[spread, awaited, torch.nn.Linear(1, 1), str(tmp_path)])
+    check(reward_funcs=save_tiny(tmp_path / "mixture", "qwen3_moe"))
     check(reward_funcs=with_answer, train_dataset=prompts("a", answer=["b"]))
     check(train_dataset=prompts("a", completion=["b"], completion_ids=[[1]]))  # which TRL does not pass on
     check(reward_funcs=with_answer, rollout_func=lambda prompts, trainer: {})  # which may bring the answer

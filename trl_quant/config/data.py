@@ -6,10 +6,11 @@ from accelerate import PartialState
 from datasets import Dataset, IterableDataset
 from torch.nn import Module
 from torch.utils.data import Dataset as TorchDataset
-from transformers import AutoProcessor
+from transformers import AutoProcessor, PreTrainedConfig
 
 from ..reading import reading
 from ..rollout.tokenizer import check_tokenizer
+from ..storage.layout import misread_experts
 from ..storage.named import check_named
 from ..tasks.data import check_prompts
 from ..tasks.rewards import REWARDS, check_reward, check_truths
@@ -136,6 +137,7 @@ def check_rewards(args, reward_funcs, train_dataset, eval_dataset=None, more_col
             )
         if isinstance(reward, str):
             check_named("reward_funcs", reward)
+            _check_experts_of(reward)
         if isinstance(reward, str | Module) or reward is None:
             continue
         check_reward(reward)
@@ -148,6 +150,19 @@ def check_rewards(args, reward_funcs, train_dataset, eval_dataset=None, more_col
                 _check_reward_of_kept(reward, columns)
             if isinstance(train_dataset, Dataset) and train_dataset.format["type"] != "custom":
                 check_truths(reward, train_dataset.with_format(None))
+
+
+def _check_experts_of(reward: str) -> None:
+    """Raises `ValueError` for a reward model whose stored experts transformers would misread."""
+    try:
+        config, _ = PreTrainedConfig.get_config_dict(reward)
+    except OSError:  # an adapter has none, and what is damaged is refused by the load itself
+        return
+    if (found := misread_experts(config)) is not None:
+        raise ValueError(
+            f"`reward_funcs`={reward!r} is a mixture of experts stored in {found!r}. transformers does not read the "
+            "global scales of its experts, and would compute with wrong ones. Use its 16-bit checkpoint."
+        )
 
 
 def _check_reward_of_kept(reward, columns) -> None:

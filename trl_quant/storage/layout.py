@@ -32,7 +32,7 @@ from torch import Tensor
 from ..formats import FORMATS, Format, QuantizedTensor, quantize
 from ..formats.common import Parts
 from ..formats.nvfp4 import global_scale
-from ..models.families import EXPERT, HEAD, families_with
+from ..models.families import EXPERT, HEAD, families_with, number_of_experts
 from ..models.linears import FusedGroups, fused_layer, fused_with, is_mixtures, is_quantizable
 from .files import (
     CODE,
@@ -335,6 +335,20 @@ def stored_format(config: dict) -> str | None:
         f"source: `trl-quant prepare` does not write its quantization_config ({found.get('quant_method')}, "
         f"{found.get('format')}); allowed: {', '.join(storable())}."
     )
+
+
+def misread_experts(config: dict) -> str | None:
+    """
+    Returns the format of the mixture of experts that a config.json describes, if transformers reads the experts without
+    their global scales and computes with wrong ones; else `None`.
+    """
+    if number_of_experts(config) < 2:
+        return None
+    try:
+        found = stored_format(config)
+    except ValueError:  # written by another tool
+        return None
+    return found if found is not None and FORMATS[found].shares_scale else None
 
 
 def rewrite_checkpoint(

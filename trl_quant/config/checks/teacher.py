@@ -1,9 +1,8 @@
 """Rules of a distillation's teacher: its name, its vocabulary, its precision."""
 
-from ...formats import FORMATS
 from ...models.families import number_of_experts
 from ...policy.vocabulary import saved_tokenizer, why_not_one_vocabulary
-from ...storage.layout import stored_format
+from ...storage.layout import misread_experts
 from ..given import Given, name_of
 from .rule import Rule
 
@@ -54,15 +53,8 @@ def _experts(run: Given) -> int:
 
 
 def _misread_experts(run: Given) -> str | None:
-    """Returns the format of a teacher whose experts transformers reads without their global scales; else `None`."""
-    config = {} if run.teacher is None else run.teacher_config.to_dict()
-    if number_of_experts(config) < 2 or not config.get("quantization_config"):
-        return None
-    try:
-        found = stored_format(config)
-    except ValueError:  # written by another tool
-        return None
-    return found if FORMATS[found].shares_scale else None
+    """Returns [`~storage.layout.misread_experts`] of the teacher; `None` if there is no teacher."""
+    return None if run.teacher is None else misread_experts(run.teacher_config.to_dict())
 
 
 RULES = (
