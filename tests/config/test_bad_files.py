@@ -59,6 +59,11 @@ REFUSED_POLICIES = [  # arguments, config.json -> what the message says
     (INT8, {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is quantized already"),
     (INT8, {"quantization_config": {"quant_method": "awq", "bits": 4}}, "is quantized already"),
     (
+        VLLM | {"rollout_precision": "fp8_tensor"},
+        {"config_class": Qwen3MoeConfig, "num_experts": 8},
+        "vLLM has no kernel that multiplies experts as this precision says",
+    ),
+    (
         VLLM,
         {"config_class": Qwen3MoeConfig, "num_experts": 8},
         "a mixture of experts, which vLLM was shown to run on a CPU in 'bf16' alone",

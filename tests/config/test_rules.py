@@ -279,11 +279,6 @@ CASES = {
             fields={**VLLM, "vllm_max_model_length": 600},
             model=tiny("llama", max_position_embeddings=32, rope_parameters={"rope_type": "dynamic", "factor": 2.0}),
         ),
-        Case(
-            "vLLM has no kernel that multiplies experts as this precision says",
-            fields={**VLLM, "rollout_precision": "fp8_tensor"},
-            model=tiny("qwen3_moe"),
-        ),
         Case("vLLM was shown to run on a CPU in 'bf16' alone", fields=VLLM, model=tiny("qwen3_moe")),
         *(
             Case(f"`{name}`={value!r} was not shown yet", fields={**BF16_VLLM, name: value}, model=tiny("qwen3_moe"))

@@ -272,6 +272,6 @@ def test_vllm_and_trainer_agree(tmp_path, border, monkeypatch):
 )
 def test_an_evaluation_chooses_as_its_run(trained_for, needed, context, caplog):
     config = tiny_model("phi3", **longrope(32)).config
-    run = Trained("run", "run", False, None, {}, False, False, False, trained_for)
+    run = Trained("run", "run", False, None, {}, False, False, False, False, trained_for)
     assert context_like(run, config, needed) == context
     assert ("its positions differ" in caplog.text) == (trained_for == 30 and needed == 40)

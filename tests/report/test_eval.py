@@ -421,6 +421,16 @@ def test_a_precision_that_vllm_lacks_here(argv):
 
 
 @pytest.mark.vllm
+@pytest.mark.skipif(torch.cuda.is_available(), reason="INT8 experts run there")
+def test_a_precision_in_which_vllm_runs_no_experts_here(argv, tmp_path, monkeypatch):
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    monkeypatch.setattr("trl_quant.rollout.build_engine", None)  # nothing is started
+    argv[1] = save_tiny(tmp_path / "mixture", "qwen3_moe")
+    with pytest.raises(SystemExit, match=r"run on a CPU in 'bf16' alone. Use 'bf16', or `--engine embedded`"):
+        main([*argv, "--engine", "vllm", "--rollout_precision", "int8"])
+
+
+@pytest.mark.vllm
 def test_vllm(argv, tmp_path, monkeypatch):
     """Sampled as the embedded engine samples; cut off after a batch, it goes on to the same answers."""
     pytest.importorskip("vllm", reason="vLLM is not installed")

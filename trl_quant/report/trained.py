@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from .. import rollout
 from ..config.checks.vllm import check_engine_kwargs
+from ..models.families import number_of_experts
 from ..models.positions import LONGROPE, switching, why_vllm_differs
 from ..policy.adapters import with_frozen_layers
 from ..policy.frozen import freeze, packed_while_loading
@@ -22,7 +23,7 @@ from ..policy.unified import checkpoint_dtype, unify
 from ..precisions import bitsandbytes_bases, frozen_bases, in_vllm, qat_precisions, train_precisions
 from ..reading import reading
 from ..rollout.sampling_options import BOTH, acts
-from ..rollout.vllm.support import check_device
+from ..rollout.vllm.support import check_device, check_experts_here
 from ..run_spec import EngineSpec, default_lora_sync, engine_kind
 from ..storage.adapter import tell_others
 from ..storage.identity import MODEL_FILES, tell_changed
@@ -99,6 +100,7 @@ class Trained:
         trust (`bool`): Whether the model's own Python may run.
         denoises (`bool`): Whether it is a masked diffusion model.
         prepared (`bool`): Whether the base is a checkpoint of the run's precision that `trl-quant prepare` wrote.
+        has_experts (`bool`): Whether it is a mixture of experts.
         context (`int` or `None`): Tokens for which the run fixed its positions ([`~policy.positions`]), if it did.
     """
 
@@ -110,6 +112,7 @@ class Trained:
     trust: bool
     denoises: bool
     prepared: bool
+    has_experts: bool
     context: int | None = None
 
     @classmethod
@@ -156,7 +159,8 @@ class Trained:
         denoises = is_bidirectional(config)
         if denoises:
             check_bidirectional(config)
-        return cls(path, base, adapter, revision, settings, trust, denoises, prepared, context)
+        has_experts = number_of_experts(config.to_dict()) > 1
+        return cls(path, base, adapter, revision, settings, trust, denoises, prepared, has_experts, context)
 
     @property
     def of_base(self) -> dict:
@@ -247,6 +251,8 @@ def resolve_engine(options: EngineOptions, trained: Trained) -> dict:
                 f"{', '.join(map(repr, in_vllm()))}; or `--engine embedded`."
             )
         check_device(options.rollout_precision, otherwise="--engine embedded")
+        if trained.has_experts:
+            check_experts_here(options.rollout_precision, otherwise="--engine embedded")
         check_engine_kwargs(kwargs)
     elif kwargs:
         raise ValueError("`--vllm_engine_kwargs` acts only with `--engine vllm`. Give both, or leave it out.")

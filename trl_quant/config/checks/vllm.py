@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from transformers import AutoConfig
 
 from ...models.positions import LONGROPE, switching, why_vllm_differs
-from ...precisions import in_vllm, with_experts
+from ...precisions import in_vllm
 from ...reading import reading
 from ...rollout.sampling_options import biasing_options, not_taken
 from ...rollout.verify.kv_cache import CACHE_FORMATS, UNQUANTIZED
@@ -255,14 +255,6 @@ RULES = (
         when=lambda run: _samples_here(run) and _other_positions(run),
         message="`vllm_max_model_length`={args.vllm_max_model_length}: {found[0]}. {found[1]}, sample with "
         "`use_vllm=False`, or leave `rollout_precision` unset.",
-        needs="model",
-    ),
-    Rule(
-        ("rollout_precision", "use_vllm"),
-        when=lambda run: _samples_experts(run) and run.spec.sampled_in not in with_experts() and run.experts,
-        message="`rollout_precision`={args.rollout_precision!r} with `use_vllm=True`, but the policy is a mixture of "
-        "{found} experts, and vLLM has no kernel that multiplies experts as this precision says. Use one of "
-        f"{', '.join(map(repr, with_experts()))}, or `use_vllm=False`, with which the embedded engine computes any.",
         needs="model",
     ),
     Rule(

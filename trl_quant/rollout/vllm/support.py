@@ -20,7 +20,7 @@ from ...layers.quantizers import follow_groups
 from ...models.families import family_of
 from ...models.linears import sampled_linears, unquantized_linears
 from ...models.names import clean_name
-from ...precisions import PRECISIONS, InVLLM, in_vllm
+from ...precisions import PRECISIONS, InVLLM, in_vllm, with_experts
 from ...storage.layout import quantization_config
 
 
@@ -235,17 +235,26 @@ def check_device(precision: str, sleeping: bool = False, otherwise: str = "use_v
         )
 
 
-def check_experts_here(precision: str) -> None:
-    """Raises `ValueError` if vLLM cannot run a mixture's experts in a precision on this device."""
+def check_experts_here(precision: str, otherwise: str = "use_vllm=False") -> None:
+    """
+    Raises `ValueError` if vLLM cannot run a mixture's experts in a precision on this device. The message recommends the
+    option `otherwise`, with which the embedded engine samples.
+    """
+    if precision not in with_experts():
+        raise ValueError(
+            f"`rollout_precision`={precision!r} in vLLM, but the policy is a mixture of experts, and vLLM has no "
+            f"kernel that multiplies experts as this precision says. Use one of {', '.join(map(repr, with_experts()))},"
+            f" or `{otherwise}`, with which the embedded engine computes any."
+        )
     if PRECISIONS[precision].format is None or not is_vllm_available():
         return
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
         raise ValueError(
-            f"`rollout_precision`={precision!r} with `use_vllm=True`, but the policy is a mixture of experts, which "
-            "vLLM was shown to run on a CPU in 'bf16' alone. Use 'bf16', or `use_vllm=False`, with which the embedded "
-            "engine computes any precision."
+            f"`rollout_precision`={precision!r} in vLLM, but the policy is a mixture of experts, which vLLM was shown "
+            f"to run on a CPU in 'bf16' alone. Use 'bf16', or `{otherwise}`, with which the embedded engine computes "
+            "any precision."
         )
 
 
