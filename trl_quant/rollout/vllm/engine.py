@@ -22,7 +22,7 @@ from ...reading import reading
 from ...run_spec import DISCARDS, EngineSpec
 from ...storage.quantization import check_prepared
 from ...trl_seams import empty_cache
-from ..engine import Enough, Request, Samples
+from ..engine import Enough, Request, RolloutNoise, Samples
 from ..fingerprint import fingerprint
 from ..verify.kv_cache import KVCache
 from ..weights import PolicyWeights
@@ -50,11 +50,13 @@ class VLLMEngine(VLLMBase):
     """
     vLLM in `precision`, in the trainer's process.
 
-    A sync streams tensor by tensor, in the model's order, and quantizes each tensor on the way. The first sync uses
-    vLLM's own reload of the whole model. Where vLLM holds tensors in the layout in which they are sent, later syncs
-    write [`in_place`]. After a sync the engine equals, bit for bit, an engine that was started on a checkpoint of the
-    same weights. With `lora_sync="adapter"` the quantized base stays as it was loaded, and only A and B are sent. If
-    the policy is trained on that base, trainer and engine share one copy of it ([`one_copy`]).
+    A sync streams tensor by tensor, in the model's order, and quantizes each tensor on the way: all tensors the first
+    time and after a sleep that discards them, and otherwise those that have changed. The first sync uses vLLM's own
+    reload of the whole model. Where vLLM holds tensors in the layout in which they are sent, later syncs write
+    [`in_place`]; else they reload the layers whose tensors have changed. After a sync the engine equals, bit for bit,
+    an engine that was started on a checkpoint of the same weights. With `lora_sync="adapter"` the quantized base stays
+    as it was loaded, and only A and B are sent. If the policy is trained on that base, trainer and engine share one
+    copy of it ([`one_copy`]).
 
     Parameters:
         engine_kwargs (`dict`, *optional*):
@@ -72,7 +74,7 @@ class VLLMEngine(VLLMBase):
         llm (`vllm.LLM`): vLLM itself.
         destinations (`dict[str, torch.Tensor]` or `None`):
             The parts of vLLM's memory that hold the tensors of a sync, see [`in_place`]; empty if vLLM must reload
-            them, `None` before the first sync.
+            them, `None` until the first sync has shown it.
         kernels ([`~policy.exact.attention.Kernels`] or `None`):
             With `exact`, vLLM's kernels, which the policy uses to compute the same bits.
     """
@@ -97,7 +99,7 @@ class VLLMEngine(VLLMBase):
         self._adapter_ranks: dict[str, int] = {}  # of the adapter's layers, as the engine holds them
         self._fitting: PeftConfig | None = None  # of the last adapter that was found to fit
         self.kernels: Kernels | None = None
-        self.destinations: dict[str, Tensor] | None = None
+        self.destinations: dict[str, Tensor] | None = {} if self.on_cpu else None  # CPUs pack weights
         self._asleep: set[str] = set()  # vLLM's tags of the memory that sleeps
         self._discarded: list[tuple[Tensor, Tensor]] = []  # what sleep discards and no sync sends, with copies of it
         self._group = None  # of the ranks that form one engine
@@ -324,30 +326,22 @@ class VLLMEngine(VLLMBase):
 
     def _send_weights(self) -> None:
         """
-        Sends the weights: the first time through vLLM's own reload, and later [`in_place`], if vLLM holds them in the
-        layout in which they are sent. Experts are never reloaded then: afterwards vLLM would read other scales for
-        prompts than in captured graphs.
+        Sends the weights that the engine does not hold: [`in_place`], if vLLM holds them in the layout in which they
+        are sent, or else, and the first time, through vLLM's own reload.
         """
         from . import in_place, worker
 
-        if self.destinations is None and self.travels_quantized and self.has_experts and not self.on_cpu:
-            shapes = {name: tensor.shape for name, tensor in self.stream(measured=False)}
-            (self.destinations,) = self.llm.apply_model(partial(in_place.destinations, shapes=shapes))
+        groups = self.changed_groups()
+        if groups is not None:
+            self.lay_noise(RolloutNoise())  # the norms that hold it may not be sent
         if self.destinations:
-            in_place.write(self.destinations, self.stream())
+            in_place.write(self.destinations, self.stream(groups, whole=True), groups)
             return
-        shapes: dict[str, torch.Size] = {}
-
-        def seen(stream):
-            for name, tensor in stream:
-                shapes[name] = tensor.shape
-                yield name, tensor
-
-        self.llm.collective_rpc(worker.reload, kwargs={"stream": seen(self.stream())})
-        if self.destinations is None and self.travels_quantized and not self.on_cpu:  # CPUs pack weights
-            (found,) = self.llm.apply_model(partial(in_place.destinations, shapes=shapes))
+        self.llm.collective_rpc(worker.reload, kwargs={"stream": self.stream(groups), "is_whole": groups is None})
+        if self.destinations is None:
             # The sync's metrics are those of the first stream
-            self.destinations = found if found and in_place.holds(found, self.stream(measured=False)) else {}
+            given = {"stream": self.stream(measured=False, whole=True), "names": self.weights.parameters()}
+            (self.destinations,) = self.llm.apply_model(partial(in_place.destinations, **given))
 
     def _push_adapter(self):
         """Writes the policy's A and B into the engine."""
