@@ -19,7 +19,7 @@ from vllm_engines import engine, fresh, greedy, policy, update
 
 from trl_quant.models.linears import sent_with
 from trl_quant.rollout import RolloutNoise
-from trl_quant.rollout.vllm import worker
+from trl_quant.rollout.vllm import repairs, worker
 from trl_quant.rollout.vllm.base import VLLMBase
 from trl_quant.run_spec import DISCARDS
 
@@ -38,7 +38,7 @@ def adapted(path, family: str, tied: bool = False):
 @contextmanager
 def sending(sampler, monkeypatch) -> Iterator[set[str]]:
     """Collects the groups of the tensors that reach vLLM."""
-    sent, reload, stream = set(), worker.reload, sampler.policy_stream
+    sent, stream = set(), sampler.policy_stream
 
     def noted(*args):
         for name, tensor in stream(*args):
@@ -48,7 +48,6 @@ def sending(sampler, monkeypatch) -> Iterator[set[str]]:
     with monkeypatch.context() as patched:
         patched.setattr(sampler, "policy_stream", noted)
         yield sent
-    assert worker.reload is reload
 
 
 def held(sampler) -> dict[str, torch.Tensor]:
@@ -99,7 +98,7 @@ def test_layers_that_are_reloaded(tmp_path, monkeypatch, precision, family, tied
         seen.append(greedy(sampler.llm))
         assert seen[-1] == greedy(fresh(model, precision, tmp_path / f"step-{step}"))
         assert sampler.differing_weight() is None
-    assert seen[0] != seen[1] != seen[2] and ATTENDS < groups
+    assert seen[0] != seen[1] != seen[2] and groups > ATTENDS
 
 
 def test_a_change_that_is_not_sent_is_found(tmp_path, monkeypatch):
@@ -146,7 +145,11 @@ def test_noise_comes_off_before_norms_that_are_not_sent(tmp_path, monkeypatch, w
     assert sent == ATTENDS and sampler.effective_sigma == 0
     now = sampler.read_norms()
     assert all(torch.equal(now[name], clean[name]) for name in clean)
-    assert noised != greedy(sampler.llm) == greedy(fresh(model, "int8", tmp_path / "checkpoint"))
+    found = greedy(sampler.llm)
+    if wide:  # a fresh engine has narrow norms
+        sampler.is_current = False
+        sampler.sync()
+    assert noised != found == greedy(sampler.llm if wide else fresh(model, "int8", tmp_path / "checkpoint"))
     sampler.lay_noise(RolloutNoise(0.05, 3, 8))
     assert sampler.effective_sigma == pytest.approx(0.05, rel=0.2)
 
@@ -154,18 +157,17 @@ def test_noise_comes_off_before_norms_that_are_not_sent(tmp_path, monkeypatch, w
 def test_vllms_warnings_of_layers_that_are_left_out_are_not_shown(tmp_path, monkeypatch):
     model = adapted(tmp_path / "model", "qwen3")
     sampler = engine(model, "bf16")
-    shown, levels = [], []
+    sampler.sync()
+    shown = []
     monkeypatch.setattr(worker.RELOAD, "handle", shown.append)
-    monkeypatch.setattr(worker.RELOAD, "level", logging.WARNING)
-    for _ in range(2):
-        update(model, seed=0)
-        sampler.sync()
-        levels.append(worker.RELOAD.level)
-    assert not shown and levels == [logging.WARNING] * 2
-    tensors = list(sampler.stream({"model.layers.1.self_attn"}))
+    worker.RELOAD.setLevel(logging.WARNING)
+    update(model, seed=0)
+    sampler.sync()
+    assert not shown and worker.RELOAD.level == logging.WARNING
     monkeypatch.setattr(worker.RELOAD, "setLevel", lambda level: None)
-    sampler.llm.collective_rpc(worker.reload, kwargs={"stream": tensors, "is_whole": False})
-    assert any("Failed to load weights" in record.msg for record in shown)
+    update(model, seed=0)
+    sampler.sync()
+    assert len(shown) > 8 and all("Failed to load weights" in record.msg for record in shown)
 
 
 # In place, with vLLM's CUTLASS layers
@@ -192,7 +194,8 @@ def rewritten(sampler) -> dict[str, torch.Tensor]:
 
 
 def assert_same(found: dict, expected: dict) -> None:
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
 def test_what_is_written_in_place(sampler, monkeypatch):
@@ -242,6 +245,7 @@ def test_after_a_sleep_that_discards_weights_all_are_sent(sampler, monkeypatch, 
             sampler.llm.apply_model(lambda model: [param.data.zero_() for param in model.parameters()])
 
     monkeypatch.setattr(sampler, "sleep_level", level)
+    monkeypatch.setattr(sampler, "_discarded", sampler.llm.apply_model(repairs.constants)[0])
     monkeypatch.setattr(sampler.llm, "sleep", sleep)
     monkeypatch.setattr(sampler.llm, "wake_up", lambda tags: None)
     expected = held(sampler)
