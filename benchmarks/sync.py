@@ -27,6 +27,7 @@ from engines import (
     PRECISIONS,
     SHAPES,
     build,
+    change_weights,
     in_own_process,
     machine,
     model_directory,
@@ -40,18 +41,11 @@ from engines import (
 from trl_quant.rollout.fingerprint import fingerprint
 
 
-@torch.no_grad()
-def step(model) -> None:
-    """Changes every trained weight, once where layers share their memory."""
-    for param in {param.data_ptr(): param for param in model.parameters() if param.requires_grad}.values():
-        param.neg_()
-
-
 def median_of_syncs(engine, model, rounds: int, whole: bool = False) -> float:
     """Returns the median seconds of a sync after a step; `whole` has our engine send all weights."""
     times = []
     for _ in range(rounds):
-        step(model)
+        change_weights(model)
         if whole:
             engine.engine.is_current = False
         times.append(seconds(engine.sync_weights))

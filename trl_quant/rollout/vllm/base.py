@@ -372,13 +372,18 @@ class VLLMBase(RolloutEngine):
         """
         Compares engine and policy without noise; see [`~rollout.verify.self_check.self_check`]. A check that is not
         `quick` also compares samples, where vLLM speculates; see [`~rollout.verify.speculation.check_speculation`].
+        After a check that fails, the next sync sends all weights.
         """
         from ..verify.self_check import self_check
         from ..verify.speculation import check_speculation
 
         self.ensure_ready()
         self.lay_noise(RolloutNoise())
-        metrics = self_check(self, quick)
+        try:
+            metrics = self_check(self, quick)
+        except Exception:
+            self.is_current = False
+            raise
         if not quick:
             if self.drafts is not None:
                 metrics |= check_speculation(self)
