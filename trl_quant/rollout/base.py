@@ -304,9 +304,9 @@ class RolloutEngine:
         """Records that the engine was found to compute the policy's function as it is now, and as it was before."""
         self._checked_functions = [*self._checked_functions[-3:], function_of(self.weights.model)]
 
-    def mark_current(self) -> None:
-        """Records, at the end of a sync, that the engine holds the policy's current weights."""
-        self.held, self.is_current = fingerprint(self.weights.model), True
+    def mark_current(self, sent: Fingerprint | None = None) -> None:
+        """Records, at the end of a sync, that the engine holds the weights `sent`, by default the policy's current."""
+        self.held, self.is_current = sent or fingerprint(self.weights.model), True
 
     # The policy's weights
 

@@ -110,7 +110,7 @@ def test_a_change_that_is_not_sent_is_found(tmp_path, monkeypatch):
         change(model, frozen)
         update(model, seed=0)
         with monkeypatch.context() as patched:
-            patched.setattr(sampler, "changed_groups", lambda: ATTENDS)
+            patched.setattr(sampler, "changed_groups", lambda policy: ATTENDS)
             sampler.sync()
         assert frozen in sampler.differing_weight()
         assert greedy(sampler.llm) != greedy(fresh(model, "bf16", tmp_path / frozen))

@@ -22,7 +22,7 @@ from ...storage.layout import checkpoint_stream, checkpoint_tensors, quantizers_
 from ...storage.quantization import brings_cache_scales
 from ..base import RolloutEngine, count_layers
 from ..engine import RolloutNoise
-from ..fingerprint import fingerprint
+from ..fingerprint import Fingerprint, fingerprint
 from ..tensors import ties_embeddings
 from ..verify.kv_cache import UNQUANTIZED, KVCache
 from .speculation import Drafts
@@ -115,8 +115,8 @@ class VLLMBase(RolloutEngine):
         """Starts vLLM, or connects to its server."""
         raise NotImplementedError
 
-    def send(self) -> None:
-        """Sends the policy's weights to the engine."""
+    def send(self, policy: Fingerprint) -> None:
+        """Sends the policy's weights, which have this fingerprint, to the engine."""
         raise NotImplementedError
 
     def logps(self, prompts: list[list[int]], new_tokens: int) -> tuple[list[list[int]], list[Tensor]]:
@@ -221,16 +221,16 @@ class VLLMBase(RolloutEngine):
                 "the changed model and start from that, or sample with `use_vllm=False`."
             )
 
-    def changed_groups(self) -> set[str] | None:
+    def changed_groups(self, policy: Fingerprint) -> set[str] | None:
         """
         Returns the groups of tensors ([`~models.linears.sent_with`]) of which the engine may not hold the policy's
-        current values: those that have changed since the last sync on some rank, whatever changed them. Groups whose
-        changes nobody can see, or that the drift is measured by, are among them. `None` stands for all. All ranks must
-        call it.
+        values: those that have changed since the last sync on some rank, whatever changed them. Groups with buffers,
+        which fingerprints leave out, and groups that the drift is measured by are among them. `None` stands for all.
+        All ranks must call it, with the current fingerprint of the policy.
         """
         names = self.weights.parameters()
         groups = list(dict.fromkeys(map(sent_with, names)))
-        changed = self.weights.changed_groups(self.held, fingerprint(self.model)) if self.is_current else None
+        changed = self.weights.changed_groups(self.held, policy) if self.is_current else None
         if changed is None or not changed <= set(groups):
             changed = set(groups)
         changed |= {sent_with(name) for name in names if self.drift.measures(name) or self.names_on_disk.buffers(name)}
@@ -343,8 +343,9 @@ class VLLMBase(RolloutEngine):
         self._require_same_model()
         self.weights.forget_quantized_weights()
         self.streaming = "the first tensor"
+        policy = fingerprint(self.weights.model)
         try:
-            self.send()
+            self.send(policy)
             self._require_finite()
         except BaseException as error:
             self._failure = (
@@ -354,7 +355,7 @@ class VLLMBase(RolloutEngine):
             if isinstance(error, Exception):
                 raise RuntimeError(self._failure) from error
             raise
-        self.mark_current()
+        self.mark_current(policy)
         self.syncs_to_check = max(0, self.syncs_to_check - 1)
 
     def require_alive(self) -> None:

@@ -23,7 +23,7 @@ from ...run_spec import DISCARDS, EngineSpec
 from ...storage.quantization import check_prepared
 from ...trl_seams import empty_cache
 from ..engine import Enough, Request, RolloutNoise, Samples
-from ..fingerprint import fingerprint
+from ..fingerprint import Fingerprint, fingerprint
 from ..verify.kv_cache import KVCache
 from ..weights import PolicyWeights
 from .base import VLLMBase
@@ -313,25 +313,24 @@ class VLLMEngine(VLLMBase):
             for name, tensor in self.weights.outside_base()
         }
 
-    def send(self) -> None:
+    def send(self, policy: Fingerprint) -> None:
         self._wake("weights")
         if self.lora_sync == "adapter":
             self._push_adapter()
         else:
-            self._send_weights()
+            self._send_weights(self.changed_groups(policy))
             self.sync_metrics = self.drift.metrics()
             self.forget_noise()
         self.llm.reset_prefix_cache()
         self.stale_cache = _cached_blocks(self.llm) > 0
 
-    def _send_weights(self) -> None:
+    def _send_weights(self, groups: set[str] | None) -> None:
         """
-        Sends the weights that the engine does not hold: [`in_place`], if vLLM holds them in the layout in which they
-        are sent, or else, and the first time, through vLLM's own reload.
+        Sends the weights of some [`changed_groups`], or all: [`in_place`], if vLLM holds them in the layout in which
+        they are sent, or else, and the first time, through vLLM's own reload.
         """
         from . import in_place, worker
 
-        groups = self.changed_groups()
         if groups is not None:
             self.lay_noise(RolloutNoise())  # the norms that hold it may not be sent
         if self.destinations:
