@@ -131,6 +131,32 @@ def test_a_routers_buffers_are_always_sent(tmp_path):
     assert greedy(sampler.llm) == greedy(fresh(model, "bf16", tmp_path / "checkpoint"))
 
 
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_a_head_alone_and_nothing_at_all(tmp_path, monkeypatch, precision):
+    """After a check that fails, all is sent although nothing has changed."""
+    model = policy(tmp_path / "model", family="qwen3", tied=False).requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    sampler = engine(model, precision)
+    sampler.sync()
+    seen = [greedy(sampler.llm)]
+    for step in range(3):
+        if step:
+            update(model, seed=step)
+        with sending(sampler, monkeypatch) as sent:
+            sampler.sync()
+        assert sent == ({""} if step else set())
+        seen.append(greedy(sampler.llm))
+        assert seen[-1] == greedy(fresh(model, precision, tmp_path / f"step-{step}"))
+    assert seen[0] == seen[1] != seen[2] != seen[3]
+    sampler.llm.apply_model(lambda model: model.model.layers[1].input_layernorm.weight.data.mul_(2))
+    with pytest.raises(RuntimeError, match="corrupted"):
+        sampler.check_sync()
+    with sending(sampler, monkeypatch) as sent:
+        sampler.sync()
+    assert sent == {sent_with(name) for name in sampler.weights.parameters()}
+    assert greedy(sampler.llm) == seen[-1]
+
+
 @pytest.mark.parametrize("wide", [False, True])
 def test_noise_comes_off_before_norms_that_are_not_sent(tmp_path, monkeypatch, wide):
     model = adapted(tmp_path / "model", "qwen3")

@@ -355,7 +355,8 @@ class VLLMBase(RolloutEngine):
             if isinstance(error, Exception):
                 raise RuntimeError(self._failure) from error
             raise
-        self.mark_current(policy)
+        # Under ZeRO-3, reading parts of the policy that are whole divides them, and gives it another fingerprint
+        self.mark_current(None if self.weights.is_sharded else policy)
         self.syncs_to_check = max(0, self.syncs_to_check - 1)
 
     def require_alive(self) -> None:
