@@ -271,7 +271,7 @@ def test_after_a_sleep_that_discards_weights_all_are_sent(sampler, monkeypatch, 
             sampler.llm.apply_model(lambda model: [param.data.zero_() for param in model.parameters()])
 
     monkeypatch.setattr(sampler, "sleep_level", level)
-    monkeypatch.setattr(sampler, "_discarded", sampler.llm.apply_model(repairs.constants)[0])
+    monkeypatch.setattr(sampler, "discarded", sampler.llm.apply_model(repairs.constants)[0])
     monkeypatch.setattr(sampler.llm, "sleep", sleep)
     monkeypatch.setattr(sampler.llm, "wake_up", lambda tags: None)
     expected = held(sampler)

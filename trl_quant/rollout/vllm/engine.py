@@ -75,6 +75,8 @@ class VLLMEngine(VLLMBase):
         destinations (`dict[str, torch.Tensor]` or `None`):
             The parts of vLLM's memory that hold the tensors of a sync, see [`in_place`]; empty if vLLM must reload
             them, `None` until the first sync has shown it.
+        discarded (`list[tuple[torch.Tensor, torch.Tensor]]`):
+            The tensors that a sleep of level 2 discards and no sync sends, with copies of them.
         kernels ([`~policy.exact.attention.Kernels`] or `None`):
             With `exact`, vLLM's kernels, which the policy uses to compute the same bits.
     """
@@ -101,7 +103,7 @@ class VLLMEngine(VLLMBase):
         self.kernels: Kernels | None = None
         self.destinations: dict[str, Tensor] | None = {} if self.on_cpu else None  # CPUs pack weights
         self._asleep: set[str] = set()  # vLLM's tags of the memory that sleeps
-        self._discarded: list[tuple[Tensor, Tensor]] = []  # what sleep discards and no sync sends, with copies of it
+        self.discarded: list[tuple[Tensor, Tensor]] = []
         self._group = None  # of the ranks that form one engine
         # With `lora_sync="adapter"`, fingerprints of the base's parameters when the engine started ...
         self._base_at_start: dict[str, Hashable] = {}
@@ -165,7 +167,7 @@ class VLLMEngine(VLLMBase):
         if self.lora_sync == "adapter" and not self.weights.is_sharded and not is_on_trial:
             self._base_at_start = self._base_fingerprints()
         if self.sleep_level == DISCARDS:
-            (self._discarded,) = self.llm.apply_model(repairs.constants)
+            (self.discarded,) = self.llm.apply_model(repairs.constants)
         self.rest()
 
     def _base_to_share(self) -> PolicyWeights | None:
@@ -395,7 +397,7 @@ class VLLMEngine(VLLMBase):
             self.llm.wake_up(tags=[tag])
             self._asleep.discard(tag)
             with torch.inference_mode():  # in which vLLM made these tensors
-                for tensor, copy in self._discarded if tag == "weights" else ():
+                for tensor, copy in self.discarded if tag == "weights" else ():
                     tensor.copy_(copy)
 
     def rest(self) -> None:
