@@ -69,7 +69,8 @@ def held_experts(layers: dict[int, nn.Module], name: str) -> Tensor | None:
     held_as = HELD_AS.get(leaf.removesuffix("_scale"))
     if held_as is None or backend_of(layers[index]) not in AS_LOADED:
         return None
-    return getattr(layers[index], f"{held_as}_scale" if leaf.endswith("_scale") else held_as, None)
+    held = getattr(layers[index], f"{held_as}_scale" if leaf.endswith("_scale") else held_as, None)
+    return None if held is None else held.data
 
 
 def check_experts(model: nn.Module, precision: str) -> None:
