@@ -200,6 +200,13 @@ def policy(path: str, lora_rank: int = 0, words: list[int] | None = None):
     return model
 
 
+@torch.no_grad()
+def change_weights(model) -> None:
+    """Changes every trained weight by a hundredth, once where layers share their memory: a sync sends what changed."""
+    for param in {param.data_ptr(): param for param in model.parameters() if param.requires_grad}.values():
+        param.mul_(1.01)
+
+
 def save_start(model) -> None:
     """Writes the checkpoint from which engines start, if they need one."""
     if not START:

@@ -35,6 +35,7 @@ from engines import (
     SHAPES,
     Clock,
     build,
+    change_weights,
     engine_options,
     in_own_process,
     load_tokenizer,
@@ -89,6 +90,7 @@ def measure(kind: str, args) -> dict:
         engine.sync_weights()
         sample(prompts[batch], 8)  # warms up the kernels for this batch size
         clock.seconds.clear()
+        change_weights(model)
         with clock.timing("sync"):
             engine.sync_weights()
         with clock.timing("sample"):

@@ -5,13 +5,14 @@ Measures time and peak extra memory of a weight sync, against TRL's BF16 push in
     python benchmarks/sync.py --size 32b --precisions fp8 nvfp4 --lora 32
     python benchmarks/sync.py --size 30b-a3b --precisions bf16 fp8 --lora 32 --lora_sync adapter --checks 0
 
-Each engine runs in its own process. `sync` is the median of the rounds after the first; `stream` is the time to
-produce the tensors (gather, merge, quantize), without vLLM; `check` is the time of one self-check (every
+Each engine runs in its own process. `sync` is the median of the rounds after the first, in which all weights are sent,
+and `changed` that of rounds after a step, in which ours sends what the step has changed; `stream` is the time to
+produce all tensors (gather, merge, quantize), without vLLM; `check` is the time of one self-check (every
 `sync_check_steps` syncs); `print` is the time of one fingerprint of the policy's weights. A step takes one after its
 sync, and one before each further generation. Extra memory is the peak above the memory allocated before.
 
-With `--lora_sync adapter` our engines get the adapter alone, which is all that changes. Their base stays as it was
-loaded, so there is no check and no stream of weights.
+With `--lora_sync adapter` our engines get the adapter alone. Their base stays as it was loaded, so there is no check
+and no stream of weights.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from engines import (
     PRECISIONS,
     SHAPES,
     build,
+    change_weights,
     in_own_process,
     machine,
     model_directory,
@@ -39,21 +41,32 @@ from engines import (
 from trl_quant.rollout.fingerprint import fingerprint
 
 
+def median_of_syncs(engine, model, rounds: int, whole: bool = False) -> float:
+    """Returns the median seconds of a sync after a step; `whole` has our engine send all weights."""
+    times = []
+    for _ in range(rounds):
+        change_weights(model)
+        if whole:
+            engine.engine.is_current = False
+        times.append(seconds(engine.sync_weights))
+    return statistics.median(times)
+
+
 def measure(kind: str, args) -> dict:
     model = policy(model_directory(args.size), args.lora)
     arguments = {"enforce_eager": True, "kv_cache_memory_bytes": 256 << 20}
     engine = build(kind, model, 4, 16, 512, args.lora_sync, **arguments)
     first = seconds(engine.sync_weights)
-    times = [seconds(engine.sync_weights) for _ in range(args.rounds)]
-    extra = None
+    ours = kind != "trl"
+    result = {"first": first, "sync": median_of_syncs(engine, model, args.rounds, whole=ours), "extra_bytes": None}
     if CUDA:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        engine.sync_weights()
-        extra = torch.cuda.max_memory_allocated() - before
-    result = {"first": first, "sync": statistics.median(times), "extra_bytes": extra}
-    if kind == "trl":
+        median_of_syncs(engine, model, 1, whole=ours)
+        result["extra_bytes"] = torch.cuda.max_memory_allocated() - before
+    if not ours:
         return result
+    result["changed"] = median_of_syncs(engine, model, args.rounds)
     result["fingerprint"] = min(seconds(partial(fingerprint, model)) for _ in range(3))
     if args.lora_sync == "merge":
         consume = lambda: [None for _ in engine.engine.stream()]  # noqa: E731
@@ -64,7 +77,7 @@ def measure(kind: str, args) -> dict:
             engine.check_sync()
             result["check"] = min(seconds(engine.check_sync) for _ in range(args.checks))
         engine.engine.drift.measures = lambda name: False
-        result["sync_without_metrics"] = statistics.median(seconds(engine.sync_weights) for _ in range(args.rounds))
+        result["sync_without_metrics"] = median_of_syncs(engine, model, args.rounds, whole=True)
     return result
 
 
@@ -87,8 +100,8 @@ def main():
     of_what = f"LoRA of rank {args.lora}, {how}" if args.lora else "all weights"
     print(f"{machine()}, {model_title(args.size)}, {of_what}", flush=True)
     print(
-        f"{'engine':<12}{'sync s':>9}{'of TRL':>8}{'first':>8}{'stream':>8}{'no metrics':>12}{'check':>8}"
-        f"{'print':>8}{'extra MiB':>11}",
+        f"{'engine':<12}{'sync s':>9}{'of TRL':>8}{'first':>8}{'changed':>9}{'stream':>8}{'no metrics':>12}"
+        f"{'check':>8}{'print':>8}{'extra MiB':>11}",
         flush=True,
     )
     results, baseline = {}, None
@@ -105,7 +118,7 @@ def main():
         print(f"{kind:<12}{found['sync']:>9.4f}{ratio:>8}{found['first']:>8.3f}{rest}{extra:>11}", flush=True)
 
 
-COLUMNS = (("stream", 8), ("sync_without_metrics", 12), ("check", 8), ("fingerprint", 8))
+COLUMNS = (("changed", 9), ("stream", 8), ("sync_without_metrics", 12), ("check", 8), ("fingerprint", 8))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """
-Mixtures of experts in vLLM on a GPU, in every precision: live equals fresh, also after sleep, and the self-check finds
-each expert and router that is not the policy's.
+Mixtures of experts in vLLM on a GPU, in every precision: live equals fresh, also after sleep and where a sync sends
+only what has changed, and the self-check finds each expert and router that is not the policy's.
 
     python3 -m pytest -m gpu -s tests/gpu/test_experts_gpu.py
 
@@ -17,36 +17,41 @@ from tiny import MIXTURES
 pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm_engines import SLEEPING, engine, fresh, greedy, mixture, update
 
+from trl_quant.models.linears import sent_with
 from trl_quant.precisions import PRECISIONS, with_experts
 from trl_quant.rollout import RolloutNoise
 from trl_quant.rollout.vllm.experts import AS_LOADED, backend_of, expert_layers
 from trl_quant.rollout.vllm.support import supported_precisions
-from trl_quant.storage.experts import NamesOnDisk
 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
 ATTENTION = LoraConfig(r=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
 
 
-def of_expert(tensors, expert: int) -> list[str]:
-    found = [name for name in tensors if ".layers.1." in name and f".experts.{expert}." in name]
-    assert len(found) == 3
-    return found
+OF_LAYER = [f"model.layers.1.mlp.experts.{leaf}" for leaf in ("gate_up_proj", "down_proj")]
 
 
 def faults(sampler) -> dict:
-    """Changes of the stream by the name of what the self-check must find."""
-    before = dict(NamesOnDisk(sampler.model).stream((n, p.data.clone()) for n, p in sampler.model.named_parameters()))
+    """Changes of the policy's tensors by the name of what the self-check must find."""
+    before = {name: tensor.clone() for name, tensor in sampler.policy_stream()}
     router = next(name for name in before if ".layers.1." in name and name.endswith(".gate.weight"))
 
-    def exchanged(tensors):
-        pairs = list(zip(of_expert(tensors, 1), of_expert(tensors, 3), strict=True))
-        return tensors | {a: tensors[b] for pair in pairs for a, b in (pair, pair[::-1])}
+    def with_experts_of(order):
+        """The experts of layer 1 in another order; -1 stands for one of zeros, and None for one of before."""
+
+        def change(tensors):
+            for name in OF_LAYER:
+                now = tensors[name]
+                own = [{-1: now[0] * 0, None: before[name][place]}.get(e, now[e or 0]) for place, e in enumerate(order)]
+                tensors = tensors | {name: torch.stack(own)}
+            return tensors
+
+        return change
 
     return {
-        "zeroed[2]": lambda tensors: tensors | {name: tensors[name] * 0 for name in of_expert(tensors, 2)},
-        "exchanged[1]": exchanged,
-        "stale[0]": lambda tensors: tensors | {name: before[name] for name in of_expert(tensors, 0)},
+        "zeroed[2]": with_experts_of([0, 1, -1, 3]),
+        "exchanged[1]": with_experts_of([0, 3, 2, 1]),
+        "stale[0]": with_experts_of([None, 1, 2, 3]),
         "router gate": lambda tensors: tensors | {router: tensors[router].to(torch.float8_e4m3fn).to(tensors[router])},
     }
 
@@ -73,15 +78,17 @@ def test_live_equals_fresh_and_faults_are_found(family, precision, tmp_path, mon
     assert len({str(samples) for samples in seen}) == 3
     stale = faults(sampler)
     update(model, seed=3)
-    right = NamesOnDisk.stream
+    right = sampler.policy_stream
     for name, change in stale.items():
         with monkeypatch.context() as patched:
-            patched.setattr(NamesOnDisk, "stream", lambda self, w, change=change: change(dict(right(self, w))).items())
+            patched.setattr(sampler, "policy_stream", lambda *args, change=change: change(dict(right(*args))).items())
+            sampler.is_current = False  # all tensors are sent
             sampler.sync()
         found = sampler.differing_weight()
         assert found is not None and found.startswith("model.layers.1.mlp.")
         assert name.endswith("gate") == (".experts" not in found)
         assert name.endswith("gate") or found.endswith(name[name.index("[") :])
+    sampler.is_current = False
     sampler.sync()
     assert sampler.differing_weight() is None
     codes = {"prepared": PRECISIONS[precision].format is not None, "device": "cuda"}
@@ -112,8 +119,8 @@ def test_an_adapter_beside_its_base_and_noise(family, precision, tmp_path):
     assert len({str(samples) for samples in (*seen, noisy)}) == 3
 
 
-@pytest.mark.parametrize("precision", [name for name in with_experts() if PRECISIONS[name].vllm.inputs])
-def test_codes_are_written_in_place(precision, tmp_path):
+@pytest.mark.parametrize("precision", ["bf16", *(name for name in with_experts() if PRECISIONS[name].vllm.inputs)])
+def test_weights_are_written_in_place(precision, tmp_path):
     if missing := supported_precisions()[precision]:
         pytest.skip(missing)
     sampler = engine(mixture(tmp_path / "model", "qwen3_moe"), precision)
@@ -122,5 +129,75 @@ def test_codes_are_written_in_place(precision, tmp_path):
     (layers,) = sampler.llm.apply_model(expert_layers)
     if all(backend_of(layer) in AS_LOADED for layer in layers.values()) and precision != "fp8_block":
         assert sampler.destinations  # whether block-scaled linear layers are held as they are sent depends on the GPU
+        for name in OF_LAYER:
+            assert sampler.destinations[name].shape == sampler.model.get_parameter(name).shape
+    assert sampler.differing_weight() is None
+    update(sampler.model, seed=1)
+    sampler.sync()
     assert sampler.differing_weight() is None
     sampler.check_sync()
+
+
+def held(sampler) -> dict[str, torch.Tensor]:
+    """The bytes of what vLLM's kernels read, on the CPU."""
+    (params,) = sampler.llm.apply_model(lambda model: dict(model.named_parameters()))
+    return {name: param.detach().contiguous().view(-1).view(torch.uint8).cpu() for name, param in params.items()}
+
+
+@pytest.mark.parametrize("sleeping", [False, True])
+@pytest.mark.parametrize("precision", with_experts())
+def test_a_sync_of_what_has_changed(precision, sleeping, tmp_path, monkeypatch):
+    """
+    It leaves the bytes of a sync of all weights, and the bits of a fresh engine. It sends the adapted layers, and a
+    frozen expert and norm that somebody has changed; after a sleep of level 2 it sends all.
+    """
+    if missing := supported_precisions()[precision]:
+        pytest.skip(missing)
+    model = get_peft_model(mixture(tmp_path / "model", "qwen3_moe"), ATTENTION)
+    sleep = {"engine_kwargs": SLEEPING, "enable_sleep_mode": True} if sleeping else {}
+    sampler = engine(model, precision, **sleep)
+    groups = {sent_with(name) for name in sampler.weights.parameters()}
+    attention = {group for group in groups if group.endswith("self_attn")}
+    sent, right, seen, copies = set(), sampler.policy_stream, [], []
+
+    def noted(*args):
+        for name, tensor in right(*args):
+            sent.add(sent_with(name))
+            yield name, tensor
+
+    monkeypatch.setattr(sampler, "policy_stream", noted)
+    expected = [groups, attention, attention | {"model.layers.1.mlp.experts", "model.layers.0"}]
+    for step, changed in enumerate(expected):
+        update(model, seed=step)
+        if step == 2:
+            params = {name.removeprefix("base_model.model."): param for name, param in model.named_parameters()}
+            params[OF_LAYER[1]].data[2] *= 1.5
+            params["model.layers.0.input_layernorm.weight"].data *= 1.5
+        if step:
+            sampler.lay_noise(RolloutNoise(3e-2, 3, step))  # on norms that are not sent
+        sent.clear()
+        sampler.sync()
+        assert sent == changed
+        assert sampler.differing_weight() is None
+        sampler.ensure_ready()  # wakes the cache
+        seen.append(greedy(sampler.llm))
+        copies.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+        now = held(sampler)
+        sampler.is_current = False
+        sent.clear()
+        sampler.sync()
+        assert sent == groups
+        whole = held(sampler)
+        assert [name for name in whole if not torch.equal(now[name], whole[name])] == []
+        if sleeping:
+            sampler.rest()
+            sent.clear()
+            sampler.ensure_ready()
+            assert sent == groups
+            assert greedy(sampler.llm) == seen[-1]
+    assert len({str(samples) for samples in seen}) == 3
+    codes = {"prepared": PRECISIONS[precision].format is not None, "device": "cuda"}
+    for number, (state, samples) in enumerate(zip(copies, seen, strict=True)):
+        model.load_state_dict(state)
+        assert greedy(fresh(model, precision, tmp_path / f"checkpoint-{number}", **codes)) == samples
+    torch.cuda.empty_cache()

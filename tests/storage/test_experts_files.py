@@ -17,10 +17,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from trl_quant.cli import main as command
-from trl_quant.formats import quantize
-from trl_quant.models.families import ROUTER
+from trl_quant.formats import FORMATS, quantize
+from trl_quant.models.families import HEAD, ROUTER, ROUTERS
 from trl_quant.scaling import apply_uaq
-from trl_quant.storage.layout import quantize_checkpoint, storable
+from trl_quant.storage.experts import NamesOnDisk
+from trl_quant.storage.layout import checkpoint_stream, quantize_checkpoint, storable
 from trl_quant.storage.perplexity import become_quantized
 
 
@@ -345,3 +346,41 @@ def test_vllm_asks_for_these_names_shapes_and_types(format, tmp_path, monkeypatc
             if suffix in ("", "_packed"):  # scales are converted
                 assert whole.dtype == room.dtype and whole.shape == room.shape
     assert found == {name for name in stored if name.startswith(f"{place}.")}
+
+
+IN_VLLM = [format for format in STORED if format != "int4"]
+
+
+@pytest.mark.parametrize("format", IN_VLLM)
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_quantized_whole_are_those_quantized_one_by_one(family, format):
+    """Codes and scales of each expert, bit for bit, under the same names and in the same order of experts."""
+    model, given = mixture(family), {"format": format, "ignore": [*HEAD, ROUTERS]}
+    names, weights = NamesOnDisk(model), [(name, param.data) for name, param in model.named_parameters()]
+    singly = dict(checkpoint_stream(names.stream(weights), **given))
+    whole = list(checkpoint_stream(names.with_buffers(weights), **given))
+    split = dict(names.split(whole))
+    assert split.keys() == singly.keys() and len(whole) < len(split)
+    assert all(same_bits(split[name], tensor) for name, tensor in singly.items())
+    scales = [tensor for name, tensor in split.items() if ".experts.2." in name and name.endswith(".weight_scale")]
+    assert len(scales) % 3 == 0 and not same_bits(*scales[:2])
+    if FORMATS[format].shares_scale:  # an expert's gate and up share a scale, which is not that of either alone
+        place, gate, up, _ = LEAVES[family]
+        shared = {leaf: split[f"model.layers.1.{place}.experts.2.{leaf}.weight_global_scale"] for leaf in (gate, up)}
+        assert torch.equal(shared[gate], shared[up])
+        up_alone = model.model.layers[1].mlp.experts.gate_up_proj[2].data.chunk(2)[1]
+        assert not torch.equal(shared[up], quantize(up_alone, format).global_scale)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(*(x.view(torch.uint8) if x.itemsize == 1 else x for x in (a, b)))
+
+
+def test_whole_experts_that_cannot_be_stored_are_refused():
+    name, experts = "model.layers.0.mlp.experts.gate_up_proj", torch.ones(2, 384, 128)
+    for format, message in {"fp8_tensor": "stores no experts", "fp8_block": "gate and up of 192 rows each"}.items():
+        with pytest.raises(ValueError, match=f"{name}: .*{message}"):
+            dict(checkpoint_stream([(name, experts)], format))
+    with pytest.raises(ValueError, match=f"{name}: x: holds NaN"):
+        dict(checkpoint_stream([(name, experts * float("nan"))], "int8"))
+    assert dict(checkpoint_stream([("a.experts.bias", experts)], "int8"))["a.experts.bias"] is experts

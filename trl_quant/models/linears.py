@@ -10,6 +10,7 @@ of experts keep their type: a quantized router would send tokens to other expert
 | Which linear layers stay unquantized? | [`unquantized_linears`] | engines, `trl-quant prepare` and `export` |
 | Is this tensor of a checkpoint or a stream one? | [`is_quantizable`] | readers and writers of checkpoints |
 | Which layers does an engine fuse with this one? | [`fused_with`], [`FusedGroups`] | code that keeps them together |
+| Which tensors does a sync send together? | [`sent_with`] | vLLM's engine |
 
 [`linears`] describes all mixtures of experts; [`dense_linears`] and [`refuse_mixture`] refuse them where experts cannot
 be quantized yet.
@@ -21,7 +22,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from .families import EMBEDDING, EXPERT, FAMILIES, FUSED, HEAD, ROUTER, Family, families_with
+from .families import EMBEDDING, EXPERT, EXPERT_PARTS, FAMILIES, FUSED, HEAD, ROUTER, Family, families_with
 from .names import clean_name, place_in_layer
 
 
@@ -191,6 +192,11 @@ def is_quantizable(name: str, tensor: Tensor, ignore: Iterable[str] = HEAD) -> b
     return True
 
 
+def holds_experts(name: str, tensor: Tensor) -> bool:
+    """Whether the tensor `name` holds one of the matrices of all experts of a layer, (experts, out, in)."""
+    return tensor.ndim == 3 and EXPERT.fullmatch(name) is not None and name.rpartition(".")[2] in EXPERT_PARTS
+
+
 def is_mixtures(name: str) -> bool:
     """Whether the tensor `name` belongs to a router or to the experts of a mixture."""
     return ROUTER.fullmatch(name) is not None or EXPERT.fullmatch(name) is not None
@@ -225,6 +231,23 @@ def fused_layer(name: str) -> str:
     """Returns the name of the module that has the tensor `name`, or one joint name such as `mlp.gate_proj+up_proj`."""
     first, *others = fused_with(name.rpartition(".")[0])
     return "+".join([first, *(other.rpartition(".")[2] for other in others)])
+
+
+def sent_with(name: str) -> str:
+    """
+    Returns the name of the group of tensors to which a tensor of the policy belongs: a sync sends all of a group or
+    none. The layers of one parent form a group, because engines compute some of them as one matrix. The experts of a
+    layer are a group of their own.
+
+    ```python
+    >>> sent_with("model.layers.0.mlp.up_proj.weight")
+    'model.layers.0.mlp'
+    >>> sent_with("model.layers.0.mlp.experts.down_proj")
+    'model.layers.0.mlp.experts'
+    ```
+    """
+    module = name.rpartition(".")[0]
+    return module if EXPERT.fullmatch(name) else module.rpartition(".")[0]
 
 
 class FusedGroups:

@@ -13,7 +13,7 @@ ranks must do together happens once, before the first turn:
                                     # on exit the engine sleeps, if sleep mode is on
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
 from typing import Any
@@ -31,7 +31,7 @@ from .answers import Column, fault_of_samples
 from .drift import WeightDrift
 from .engine import Engine, Enough, Request, RolloutNoise, Samples
 from .faults import fault_of
-from .fingerprint import fingerprint
+from .fingerprint import Fingerprint, fingerprint
 from .function import first_change, function_of
 from .routing import fault_of_routing
 from .sampling_options import breaks_when_continued
@@ -70,8 +70,8 @@ class RolloutEngine:
             Whether the engine holds the weights of the last sync.
         is_generating (`bool`):
             Whether a generation has begun and not ended.
-        held (`Hashable`):
-            The [`~rollout.fingerprint.fingerprint`] of the policy at the last sync.
+        held ([`~rollout.fingerprint.Fingerprint`] or `None`):
+            That of the policy at the last sync.
         effective_sigma (`float`):
             Standard deviation, over all channels, of the noise that the norms hold: (stored - clean) / s.
         sync_metrics (`dict[str, float]`):
@@ -125,7 +125,7 @@ class RolloutEngine:
         self.checked_rows: list[list[int]] | None = None
         self._checked_functions: list[dict] = []
         self.is_current = False
-        self.held: Hashable = None
+        self.held: Fingerprint | None = None
         self.effective_sigma = 0.0
         self._added_noise = RolloutNoise()  # the noise that the norms hold
         self._clean_norms: dict[str, Tensor] = {}
@@ -304,15 +304,17 @@ class RolloutEngine:
         """Records that the engine was found to compute the policy's function as it is now, and as it was before."""
         self._checked_functions = [*self._checked_functions[-3:], function_of(self.weights.model)]
 
-    def mark_current(self) -> None:
-        """Records, at the end of a sync, that the engine holds the policy's current weights."""
-        self.held, self.is_current = fingerprint(self.weights.model), True
+    def mark_current(self, sent: Fingerprint | None = None) -> None:
+        """Records, at the end of a sync, that the engine holds the weights `sent`, by default the policy's current."""
+        self.held, self.is_current = sent or fingerprint(self.weights.model), True
 
     # The policy's weights
 
-    def policy_stream(self, placeholders: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
+    def policy_stream(
+        self, placeholders: Collection[str] = (), groups: Collection[str] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Streams the policy's weights; see [`~rollout.weights.PolicyWeights.stream`]."""
-        return self.weights.stream(placeholders)
+        return self.weights.stream(placeholders, groups)
 
     def quantized_in_training(self, measured: bool = True) -> set[str]:
         """

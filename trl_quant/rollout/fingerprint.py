@@ -27,6 +27,7 @@ changed, only the highest bit of `fold(x)` would change, and the changes of two 
 """
 
 from collections.abc import Hashable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -44,23 +45,55 @@ ADAPTED = (BaseTunerLayer, AuxiliaryTrainingWrapper)
 PART = 2**16  # words that the PyTorch version of the kernel reads at once; they fit into a CPU's cache
 
 
+class Fingerprint(NamedTuple):
+    """
+    What identifies the weights of a model: equal fingerprints mean equal values, tree, ties and settings, up to
+    collisions of the checksum.
+
+    Attributes:
+        tree (`tuple`): Names of modules and parameters, and which parameter stands at each place.
+        shapes (`tuple`): Shape and type of each parameter.
+        settings (`tuple`): Settings of each adapted layer.
+        sums (`tuple[int, ...]`): The checksum of each parameter.
+    """
+
+    tree: tuple[Hashable, ...]
+    shapes: tuple[Hashable, ...]
+    settings: tuple[Hashable, ...]
+    sums: tuple[int, ...]
+
+
 @torch.no_grad()
-def fingerprint(model: nn.Module) -> Hashable:
+def fingerprint(model: nn.Module) -> Fingerprint:
     """
     Computes the fingerprint of a model's parameters and adapter settings. It reads only this rank's shard of a sharded
     parameter, so one rank may find a change that others do not.
 
     Args:
         model (`nn.Module`): The policy, with or without PEFT's wrapper.
-
-    Returns:
-        `Hashable`: Equal fingerprints mean equal values, tree, ties and settings, up to collisions of the checksum.
     """
     tree, params, layers = _read(model)
-    sums_by_device = checksums([whole_words(param) for param in params])  # a GPU computes while the host continues
+    words = [whole_words(param) for param in params]
+    sums_by_device = checksums(words)  # a GPU computes while the host continues
     shapes = tuple((param.shape, param.dtype) for param in params)
     settings = tuple(_settings(layer) for layer in layers)
-    return tuple(tree), shapes, settings, tuple(tuple(sums.tolist()) for sums in sums_by_device)
+    sums = {on_device.device: iter(on_device.tolist()) for on_device in sums_by_device}
+    return Fingerprint(tuple(tree), shapes, settings, tuple(next(sums[tensor.device]) for tensor in words))
+
+
+def changed_places(model: nn.Module, before: Fingerprint | None, now: Fingerprint) -> set[str] | None:
+    """
+    Returns the names of the parameters of a model whose values differ between two of its fingerprints, of which `now`
+    is that of the model as it is. An adapted layer with other settings is named like a weight of the layer. Returns
+    `None` if there is no fingerprint of before, or another tree, ties, shapes or types.
+    """
+    if before is None or (before.tree, before.shapes) != (now.tree, now.shapes):
+        return None
+    _, params, layers = _read(model)
+    names = {id(param): name for name, param in model.named_parameters()}
+    names |= {id(module): f"{name}.weight" for name, module in model.named_modules()}
+    pairs = [*zip(params, before.sums, now.sums, strict=True), *zip(layers, before.settings, now.settings, strict=True)]
+    return {names[id(owner)] for owner, old, new in pairs if old != new}
 
 
 def checksum(words: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ read the same weights in the same order. Nothing here writes to the policy.
 import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import accumulate
 
 import torch
 from accelerate import Accelerator
@@ -21,9 +22,10 @@ from transformers import PreTrainedModel
 
 from ..formats import QuantizedTensor
 from ..layers import FrozenLinear, UnifiedLinear
-from ..models.linears import LinearLayer, sampled_linears
+from ..models.linears import LinearLayer, sampled_linears, sent_with
 from ..models.names import clean_name
 from ..policy.adapters import UnifiedLoraLinear, delta_weight
+from .fingerprint import Fingerprint, changed_places
 from .tensors import (
     adapters_beside,
     base_layer,
@@ -73,10 +75,12 @@ class PolicyWeights:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self.stream()
 
-    def stream(self, placeholders: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
+    def stream(
+        self, placeholders: Collection[str] = (), groups: Collection[str] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """
-        Yields all parameters. Those named in `placeholders`, whose values nobody reads, are stood in for by the base
-        weight without its adapters, sharded under FSDP2.
+        Yields all parameters, or those of some `groups` ([`~models.linears.sent_with`]). Those named in `placeholders`,
+        whose values nobody reads, are stood in for by the base weight without its adapters, sharded under FSDP2.
         """
         seen = set()
         for path, module in outer_modules(self.model):
@@ -85,14 +89,15 @@ class PolicyWeights:
                     f"The adapters are disabled, and `{clean_name(path)}` is trained whole (`modules_to_save`): "
                     "engines sample only from the trained module. Enable the adapters before you sample."
                 )
-            if isinstance(module, BaseTunerLayer):
-                is_read = clean_name(f"{path}.weight") not in placeholders
-                tensors = self.merged(module) if is_read else self._unmerged(module)
+            if isinstance(module, BaseTunerLayer | FrozenLinear):
+                weight = clean_name(f"{path}.weight")
+                if groups is not None and sent_with(weight) not in groups:
+                    continue
+                if isinstance(module, FrozenLinear):
+                    tensors = dense_parameters(module)
+                else:
+                    tensors = self._unmerged(module) if weight in placeholders else self.merged(module)
                 for leaf, tensor in tensors.items():
-                    yield clean_name(f"{path}.{leaf}"), tensor
-                continue
-            if isinstance(module, FrozenLinear):
-                for leaf, tensor in dense_parameters(module).items():
                     yield clean_name(f"{path}.{leaf}"), tensor
                 continue
             for leaf, param in module.named_parameters(recurse=False):
@@ -101,8 +106,26 @@ class PolicyWeights:
                     continue
                 seen.add(id(param))
                 name = clean_name(name)
+                if groups is not None and sent_with(name) not in groups:
+                    continue
                 with self.gathered([param]):
                     yield name, param.data if name in placeholders else self.dense(module, param)
+
+    def changed_groups(self, before: Fingerprint | None, now: Fingerprint) -> set[str] | None:
+        """
+        Returns the groups ([`~models.linears.sent_with`]) with tensors that may differ between two fingerprints of the
+        policy, of which `now` is the current one; `None` if all may.
+        """
+        places = changed_places(self.model, before, now)
+        if places is None:
+            return None
+        adapted = {path for path, module in outer_modules(self.model) if isinstance(module, BaseTunerLayer)}
+        groups = set()
+        for place in places:
+            parents = accumulate(place.split("."), "{}.{}".format)
+            outer = next((path for path in parents if path in adapted), None)
+            groups.add(sent_with(clean_name(place if outer is None else f"{outer}.weight")))
+        return groups
 
     def _unmerged(self, layer: BaseTunerLayer) -> dict[str, Tensor]:
         """Returns the parameters of an adapted layer's base. The weight is a placeholder, see [`stream`]."""

@@ -34,32 +34,51 @@ class NamesOnDisk:
 
     def stream(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yields `weights`, with those of [`with_buffers`], under their names on disk."""
-        for name, tensor in self.with_buffers(weights):
+        return self.split(self.with_buffers(weights))
+
+    def split(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """
+        Yields tensors under their names on disk. A layer's experts, or their codes or scales of any number of
+        dimensions (experts, ...), come expert by expert. The names of codes and scales are those of the experts with a
+        suffix, such as `experts.down_proj_scale`.
+        """
+        for name, tensor in tensors:
             if not is_mixtures(name):
                 yield name, tensor
                 continue
-            parts = EXPERT_PARTS.get(name.rpartition(".")[2], 1)
-            for on_disk, number in self._numbered(name, tensor, parts).items():
-                if tensor.ndim < 3:
-                    yield on_disk, tensor
-                    continue
-                expert, part = divmod(number, parts)
-                yield on_disk, tensor[expert].chunk(parts)[part]
+            place, _, leaf = name.rpartition(".")
+            kind = next((kind for kind in EXPERT_PARTS if leaf.startswith(kind)), None)
+            if kind is None:  # a router
+                (on_disk,) = self._numbered(name)
+                yield on_disk, tensor
+                continue
+            suffix, parts = leaf.removeprefix(kind), EXPERT_PARTS[kind]
+            # A scale of a whole expert (1,) is that of each part
+            rows = [part for own in tensor for part in (own.chunk(parts) if own.ndim > 1 else [own] * parts)]
+            for on_disk, number in self._numbered(f"{place}.{kind}", len(tensor), parts).items():
+                yield f"{on_disk}{suffix}", rows[number]
 
     def with_buffers(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yields `weights`, and after a router's its buffers, such as GLM-4's `e_score_correction_bias`."""
+        """Yields `weights`, and after a router's those of its [`buffers`]."""
         for name, tensor in weights:
             yield name, tensor
-            if ROUTER.fullmatch(name):
-                place = name.removesuffix(".weight")
-                for leaf, buffer in self.policy.get_submodule(place).named_buffers():
-                    yield clean_name(f"{place}.{leaf}"), buffer  # PEFT may wrap the router
+            yield from self.buffers(name).items()
 
-    def _numbered(self, name: str, tensor: Tensor, parts: int) -> dict[str, int]:
-        """Returns the numbers of the matrices in a tensor by their names on disk: expert by expert, gate before up."""
+    def buffers(self, name: str) -> dict[str, Tensor]:
+        """Returns the buffers that belong to a router's weight `name`, such as GLM-4's `e_score_correction_bias`."""
+        if not ROUTER.fullmatch(name):
+            return {}
+        place = name.removesuffix(".weight")
+        named = self.policy.get_submodule(place).named_buffers()
+        return {clean_name(f"{place}.{leaf}"): buffer for leaf, buffer in named}  # PEFT may wrap the router
+
+    def _numbered(self, name: str, experts: int = 0, parts: int = 1) -> dict[str, int]:
+        """
+        Returns the numbers of the matrices in a tensor by their names on disk: expert by expert, gate before up. A
+        router, which has no `experts`, is one matrix.
+        """
         if name not in self._numbers:
-            experts = len(tensor) if tensor.ndim == 3 else 1
-            numbers = torch.arange(experts * parts).view(experts, parts, 1)
-            found = revert_weight_conversion(self.policy, {name: numbers if tensor.ndim == 3 else numbers[0]})
+            numbers = torch.arange(max(experts, 1) * parts).view(-1, parts, 1)
+            found = revert_weight_conversion(self.policy, {name: numbers if experts else numbers[0]})
             self._numbers[name] = dict(sorted(((n, x.item()) for n, x in found.items()), key=lambda item: item[1]))
         return self._numbers[name]

@@ -32,8 +32,8 @@ from torch import Tensor
 from ..formats import FORMATS, Format, QuantizedTensor, quantize
 from ..formats.common import Parts
 from ..formats.nvfp4 import global_scale
-from ..models.families import EXPERT, HEAD, families_with, number_of_experts
-from ..models.linears import FusedGroups, fused_layer, fused_with, is_mixtures, is_quantizable
+from ..models.families import EXPERT, EXPERT_PARTS, HEAD, families_with, number_of_experts
+from ..models.linears import FusedGroups, fused_layer, fused_with, holds_experts, is_mixtures, is_quantizable
 from .files import (
     CODE,
     FILES,
@@ -145,8 +145,8 @@ def check_groups(name: str, inputs: int, format: str) -> None:
 
 def check_stored(name: str, shape: tuple[int, ...], format: str) -> None:
     """
-    Raises `ValueError` if the weight `name` of `shape` (out, in) cannot be stored in `format`, or if it is an expert's
-    and no loader multiplies with it as the format says.
+    Raises `ValueError` if the weight `name` of `shape` (out, in), or (experts, out, in), cannot be stored in `format`,
+    or if it is an expert's and no loader multiplies with it as the format says.
     """
     check_groups(name, shape[-1], format)
     if EXPERT.fullmatch(name) is None:
@@ -158,11 +158,13 @@ def check_stored(name: str, shape: tuple[int, ...], format: str) -> None:
             f"{name}: {format!r} stores no experts, because vLLM has no kernel that multiplies them with inputs of one "
             f"scale. Allowed: {', '.join(others)}."
         )
-    rows = layout.scheme.weights.get("block_structure", (1,))[0]
-    if shape[0] % rows and len(fused_with(name.removesuffix(".weight"))) > 1:
+    block = layout.scheme.weights.get("block_structure", (1,))[0]
+    joined = EXPERT_PARTS.get(name.rpartition(".")[2], 1)  # parts of an expert in one matrix, in memory
+    rows = shape[-2] // joined
+    if rows % block and (joined > 1 or len(fused_with(name.removesuffix(".weight"))) > 1):
         raise ValueError(
-            f"{name}: an expert's gate and up of {shape[0]} rows each are one matrix in an engine, and {format!r} "
-            f"stores that in blocks of {rows} rows, one of which would have rows of both."
+            f"{name}: an expert's gate and up of {rows} rows each are one matrix in an engine, and {format!r} "
+            f"stores that in blocks of {block} rows, one of which would have rows of both."
         )
 
 
@@ -171,15 +173,16 @@ def checkpoint_tensors(name: str, q: QuantizedTensor) -> dict[str, Tensor]:
     Returns the tensors that store one quantized weight, by name.
 
     Args:
-        name (`str`): Name of the weight, `*.weight`.
-        q ([`QuantizedTensor`]): The quantized weight, a matrix.
+        name (`str`): Name of the weight: `*.weight`, or the policy's name of a layer's experts.
+        q ([`QuantizedTensor`]): The quantized weight: a matrix, or the experts (experts, out, in).
 
     Raises:
-        ValueError: The weight is not a matrix called `*.weight`, its rows do not fill the format's groups, or the
-        format has no layout.
+        ValueError: The weight is neither a matrix called `*.weight` nor a layer's experts, its rows do not fill the
+        format's groups, or the format has no layout.
     """
     layout = _layout(q.format)
-    if not name.endswith(".weight") or len(q.shape) != 2:
+    is_matrix = name.endswith(".weight") and len(q.shape) == 2
+    if not is_matrix and not (len(q.shape) == 3 and name.rpartition(".")[2] in EXPERT_PARTS):
         raise ValueError(
             f"name: {name!r} with shape {tuple(q.shape)}; only a matrix called '*.weight' has this layout."
         )
@@ -197,7 +200,8 @@ def checkpoint_stream(
 ) -> Iterator[tuple[str, Tensor]]:
     """
     Quantizes the weights of linear layers in a stream of `(name, tensor)`, one at a time and in the stream's order.
-    Other tensors pass through unchanged.
+    Other tensors pass through unchanged. Tensors (experts, out, in) are quantized whole, and each matrix gets the codes
+    and scales that it would get alone: an expert's gate and up, one below the other, share nvfp4's global scale.
 
     With nvfp4, weights that an engine fuses are held back until all of them have arrived or the stream ends, so the
     source must not modify a tensor after yielding it.
@@ -218,7 +222,7 @@ def checkpoint_stream(
     def stored(weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         shared = {"global_scale": shared_scale(*weights.values())} if shares_scale and weights else {}
         for layer, weight in weights.items():
-            name = f"{layer}.weight"
+            name = layer if weight.ndim == 3 else f"{layer}.weight"
             try:
                 q = quantizer(weight, format, **shared)
             except ValueError as error:
@@ -226,11 +230,13 @@ def checkpoint_stream(
             yield from checkpoint_tensors(name, q).items()
 
     for name, tensor in tensors:
-        if not is_quantizable(name, tensor, ignore):
+        if holds_experts(name, tensor):
+            yield from stored({name: tensor})
+        elif is_quantizable(name, tensor, ignore):
+            layer = name.removesuffix(".weight")
+            yield from stored(groups.add(layer, tensor) if shares_scale else {layer: tensor})
+        else:
             yield name, tensor
-            continue
-        layer = name.removesuffix(".weight")
-        yield from stored(groups.add(layer, tensor) if shares_scale else {layer: tensor})
     for group in groups.rest():
         yield from stored(group)
 

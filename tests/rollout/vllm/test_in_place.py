@@ -64,7 +64,7 @@ def test_as_a_reload(tmp_path, monkeypatch, family, tied, with_lora):
     sampler.llm.apply_model(pack_head)
     written, sampled = held(sampler), greedy(sampler.llm)
 
-    sampler.destinations = None
+    sampler.destinations, sampler.is_current = None, False
     sampler.llm.apply_model(lambda m: [p.data.zero_() for p in m.parameters() if p.numel() > 1])
     sampler.sync()
     assert {name: view.data_ptr() for name, view in sampler.destinations.items()} == pointers
@@ -81,33 +81,41 @@ def test_layouts_that_are_reloaded(tmp_path, monkeypatch):
     model = policy(tmp_path / "policy", family="qwen2", tied=False)
     sampler = engine(model, "int8")
     sampler.sync()
-    shapes = {name: view.shape for name, view in sampler.destinations.items()}
-    find = lambda shapes: sampler.llm.apply_model(lambda m: in_place.destinations(m, shapes))[0]  # noqa: E731
-    assert find(shapes).keys() == shapes.keys()
+    sent = dict(sampler.stream(whole=True))
+
+    def find(tensors):
+        names = [*sampler.weights.parameters(), "model.gone.weight"]
+        return sampler.llm.apply_model(lambda m: in_place.destinations(m, tensors.items(), names))[0]
+
+    assert find(sent).keys() == sent.keys() == sampler.destinations.keys()
     norm = "model.norm.weight"
-    assert find({name: shape for name, shape in shapes.items() if name != norm}) == {}
-    assert find(shapes | {norm: torch.Size((1,))}) == {}
-    assert find(shapes | {"model.gone.weight": torch.Size((1,))}) == {}
+    assert find({name: tensor for name, tensor in sent.items() if name != norm}) == {}
+    assert find(sent | {norm: torch.ones(1)}) == {}
+    assert find(sent | {"model.gone.weight": torch.ones(1)}) == {}
     with pytest.raises(RuntimeError, match="streamed no model"):
-        in_place.write(sampler.destinations, [(n, t) for n, t in sampler.stream() if n != norm])
+        in_place.write(sampler.destinations, [(n, t) for n, t in sent.items() if n != norm])
+    with pytest.raises(RuntimeError, match=r"streamed no model.layers.1.mlp.down_proj"):
+        groups = {"model.layers.1.mlp"}
+        some = sampler.stream(groups, whole=True)
+        in_place.write(sampler.destinations, [(n, t) for n, t in some if ".down_proj" not in n], groups)
+    with pytest.raises(RuntimeError, match="did not stream before"):
+        in_place.write(sampler.destinations, sent.items(), {"model.layers.1.mlp"})
     with pytest.raises(RuntimeError, match="did not stream before"):
         in_place.write({}, sampler.stream())
-    assert in_place.holds(sampler.destinations, sampler.stream())
     update(model, seed=0)
-    assert not in_place.holds(sampler.destinations, sampler.stream())
+    assert find(dict(sampler.stream())) == {}
     monkeypatch.setattr(in_place, "AS_STORED", ("Cutlass",))
-    assert find(shapes) == {}
+    assert find(sent) == {}
 
 
 def test_codes_are_compared_bit_for_bit():
     codes = torch.tensor([[0.0, -0.0, 448.0, -1.5]]).to(torch.float8_e4m3fn)
-    assert in_place.holds({"w": codes}, [("w", codes.clone())])
-    assert not in_place.holds({"w": codes}, [("w", codes.float().abs().to(codes.dtype))])
-    assert not in_place.holds({"w": codes}, [("w", codes), ("v", codes)])
-    assert not in_place.holds({"w": codes, "v": codes}, [("w", codes)])
+    assert in_place.holds(codes, codes.clone())
+    assert not in_place.holds(codes, codes.float().abs().to(codes.dtype))
+    assert not in_place.holds(codes, codes[:, :1])
     scale = torch.tensor([[0.5], [0.25]])
-    assert in_place.holds({"w": scale}, [("w", scale.bfloat16())])
-    assert not in_place.holds({"w": scale + 2**-20}, [("w", scale.bfloat16())])
+    assert in_place.holds(scale, scale.bfloat16())
+    assert not in_place.holds(scale + 2**-20, scale.bfloat16())
 
 
 def test_a_kernel_that_orders_rows_otherwise_is_reloaded(tmp_path, monkeypatch):

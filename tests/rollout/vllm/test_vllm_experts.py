@@ -46,14 +46,16 @@ def tampered(sampler, monkeypatch):
     """Syncs the engine with a stream in which some tensors are changed; the engine is right again after the test."""
 
     def sync(change):
-        def stream(weights):
-            return change(dict(NamesOnDisk.stream(sampler.names_on_disk, weights))).items()
+        def split(tensors):
+            return change(dict(NamesOnDisk.split(sampler.names_on_disk, tensors))).items()
 
         with monkeypatch.context() as patched:
-            patched.setattr(sampler.names_on_disk, "stream", stream)
+            patched.setattr(sampler.names_on_disk, "split", split)
+            sampler.is_current = False  # the engine gets all tensors
             sampler.sync()
 
     yield sync
+    sampler.is_current = False
     sampler.sync()
     sampler.check_sync()
 
@@ -165,10 +167,12 @@ def test_a_reload_packs_experts_again(sampler, monkeypatch):
         pytest.skip("a GPU packs nothing")
     right = greedy(sampler.llm)
     with monkeypatch.context() as patched:
-        patched.setattr(worker, "repack_experts", lambda model: None)
+        patched.setattr(worker, "repack_experts", lambda model, reloaded: None)
+        sampler.is_current = False
         sampler.sync()
         assert greedy(sampler.llm) != right
         assert "mlp.experts" in sampler.differing_weight()
+    sampler.is_current = False
     sampler.sync()
     assert greedy(sampler.llm) == right
     sampler.check_sync()

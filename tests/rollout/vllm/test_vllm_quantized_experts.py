@@ -15,17 +15,14 @@ from tiny import MIXTURES
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
-from vllm.model_executor.layers.fused_moe.oracle.int8 import Int8MoeBackend
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
-    compressed_tensors_moe_w8a8_int8 as of_vllm,
-)
+from int8_experts import int8_experts_on_cpu
 from vllm_engines import engine, fresh, greedy, policy, update
 
 from trl_quant.formats import quantize
 from trl_quant.models.linears import sampled_linears
 from trl_quant.rollout.verify.self_check import Reference, mean_difference, policy_logps, rows_to_check
-from trl_quant.rollout.vllm import base, kernel_checks
-from trl_quant.rollout.vllm.experts import check_experts, expert_layers, rows_of_experts
+from trl_quant.rollout.vllm import kernel_checks
+from trl_quant.rollout.vllm.experts import check_experts, expert_layers, held_experts
 from trl_quant.rollout.vllm.repairs import constants, plain_tensors, restore_plain_tensors
 from trl_quant.rollout.weights import PolicyWeights
 from trl_quant.storage.experts import NamesOnDisk
@@ -34,32 +31,10 @@ from trl_quant.storage.experts import NamesOnDisk
 pytestmark = pytest.mark.vllm
 
 
-def loop(self, layer, x, topk_weights, topk_ids, *args, **kwargs):
-    """Experts of stored codes on inputs rounded per token, one after the other."""
-
-    def rounded(rows):
-        return quantize(rows.float(), "int8").dequantize(torch.float32)
-
-    w13, w2 = (getattr(layer, name).float() * getattr(layer, f"{name}_scale") for name in ("w13_weight", "w2_weight"))
-    out = torch.zeros(x.shape)
-    for choice in range(topk_ids.shape[1]):
-        for expert in topk_ids[:, choice].unique().tolist():
-            rows = topk_ids[:, choice] == expert
-            gate, up = (rounded(x[rows]) @ w13[expert].t()).chunk(2, -1)
-            hidden = rounded(torch.nn.functional.silu(gate) * up)
-            out[rows] += topk_weights[rows, choice, None].float() * (hidden @ w2[expert].t())
-    return out.to(x.dtype)
-
-
 @pytest.fixture(scope="module")
 def int8_anywhere():
-    method = of_vllm.CompressedTensorsW8A8Int8MoEMethod
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(of_vllm, "select_int8_moe_backend", lambda **_: (Int8MoeBackend.TRITON, None))
-        patch.setattr(method, "process_weights_after_loading", lambda self, layer: None)
-        patch.setattr(method, "is_monolithic", False)
-        patch.setattr(method, "apply", loop)
-        patch.setattr(base, "check_experts_here", lambda precision: None)
+        int8_experts_on_cpu(patch)
         yield
 
 
@@ -75,24 +50,27 @@ def sampler(request, tmp_path_factory, int8_anywhere):
 
 @pytest.fixture
 def tampered(sampler, monkeypatch):
-    """Syncs with a stream in which some tensors are changed before they are quantized; right again after the test."""
+    """Syncs with a stream in which some codes and scales are changed; the engine is right again after the test."""
 
     def sync(change):
-        def stream(weights):
-            return change(dict(NamesOnDisk.stream(sampler.names_on_disk, weights))).items()
+        def split(tensors):
+            return change(dict(NamesOnDisk.split(sampler.names_on_disk, tensors))).items()
 
         with monkeypatch.context() as patched:
-            patched.setattr(sampler.names_on_disk, "stream", stream)
+            patched.setattr(sampler.names_on_disk, "split", split)
+            sampler.is_current = False  # the engine gets all tensors
             sampler.sync()
 
     yield sync
+    sampler.is_current = False
     sampler.sync()
     sampler.check_sync()
 
 
 def of_expert(tensors, expert: int) -> list[str]:
+    """Names on disk of one expert's codes and scales, those of its down projection last."""
     found = [name for name in tensors if ".layers.1." in name and f".experts.{expert}." in name]
-    assert len(found) == 3
+    assert len(found) == 6
     return found
 
 
@@ -128,15 +106,16 @@ def test_the_reference_quantizes_experts(sampler, monkeypatch):
     assert mean_difference(found, all_quantized) < 0.2 * mean_difference(found, bf16_experts)
 
 
-def test_the_rows_of_experts_are_those_that_a_sync_sends(sampler):
-    streamed = dict(sampler.stream(measured=False))
-    (rows,) = sampler.llm.apply_model(lambda model: rows_of_experts(model, streamed))
-    assert set(rows) == {name for name in streamed if ".experts." in name}
-    assert all(torch.equal(rows[name], streamed[name].to(rows[name])) for name in rows)
-    name = next(name for name in rows if name.endswith((".1.down_proj.weight", ".1.w2.weight")))
-    rows[name] ^= 1
+def test_vllm_holds_experts_as_a_sync_sends_them_whole(sampler):
+    streamed = {name: t for name, t in sampler.stream(measured=False, whole=True) if ".experts." in name}
+    (layers,) = sampler.llm.apply_model(expert_layers)
+    held = {name: held_experts(layers, name) for name in streamed}
+    assert len(held) == 4 * len(layers)
+    assert all(torch.equal(held[name], streamed[name].to(held[name])) for name in held)
+    codes = held["model.layers.1.mlp.experts.down_proj"]
+    codes[1] ^= 1
     assert sampler.differing_weight().endswith("experts.down_proj[1]")
-    rows[name] ^= 1
+    codes[1] ^= 1
     assert sampler.differing_weight() is None
 
 
@@ -166,10 +145,10 @@ def test_exchanged_experts_are_found(sampler, tampered):
 
 
 def test_one_stale_matrix_is_found(sampler, tampered):
-    before = {name: tensor.clone() for name, tensor in NamesOnDisk(sampler.model).stream(sampler.policy_stream())}
+    before = {name: tensor.clone() for name, tensor in sampler.stream(measured=False)}
     update(sampler.model, seed=7, size=1e-3)
-    stale = of_expert(before, 3)[-1]
-    tampered(lambda tensors: tensors | {stale: before[stale]})
+    stale = of_expert(before, 3)[-2:]
+    tampered(lambda tensors: tensors | {name: before[name] for name in stale})
     assert sampler.differing_weight().startswith("model.layers.1.mlp.experts.")
     assert sampler.differing_weight().endswith("[3]")
 
@@ -178,6 +157,7 @@ def test_a_changed_scale_is_found(sampler):
     (layer,) = sampler.llm.apply_model(lambda model: expert_layers(model)[1])
     layer.w2_weight_scale.data[1, 5] *= 1.01
     assert sampler.differing_weight() == "model.layers.1.mlp.experts.down_proj[1]"
+    sampler.is_current = False
     sampler.sync()
     assert sampler.differing_weight() is None
 

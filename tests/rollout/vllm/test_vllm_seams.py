@@ -83,6 +83,7 @@ NAMES = {
     # Loading
     "vllm.config.load:LoadConfig": "__dataclass_fields__ load_format model_loader_extra_config",
     f"{LOADER}": "get_model_loader register_model_loader",
+    f"{LOADER}.reload.layerwise": "logger",  # by its name, in `worker`
     f"{LOADER}.default_loader:DefaultModelLoader": "get_all_weights load_weights",
     "vllm.v1.worker.worker_base:WorkerBase": "device get_model vllm_config",
     "vllm.v1.worker.gpu_worker:Worker": "model_runner reload_weights",

@@ -4,7 +4,7 @@ A sync streams the policy into the engine. Before the engine samples, noise is a
 self-check compares it with the policy.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ...formats import QuantizedTensor
-from ...models.families import ROUTERS, number_of_experts
-from ...models.linears import sampled_linears, unquantized_linears
+from ...models.families import EXPERT_PARTS, ROUTERS, number_of_experts
+from ...models.linears import sampled_linears, sent_with, unquantized_linears
 from ...precisions import PRECISIONS
 from ...run_spec import EngineSpec
 from ...storage.experts import NamesOnDisk
@@ -22,10 +22,14 @@ from ...storage.layout import checkpoint_stream, checkpoint_tensors, quantizers_
 from ...storage.quantization import brings_cache_scales
 from ..base import RolloutEngine, count_layers
 from ..engine import RolloutNoise
+from ..fingerprint import Fingerprint, fingerprint
 from ..tensors import ties_embeddings
 from ..verify.kv_cache import UNQUANTIZED, KVCache
 from .speculation import Drafts
 from .support import check_experts_here, compute_as_vllm
+
+
+WEIGHT_SCALES = ("weight_scale", *(f"{leaf}_scale" for leaf in EXPERT_PARTS))  # ends of the names of codes' scales
 
 
 class VLLMBase(RolloutEngine):
@@ -111,8 +115,8 @@ class VLLMBase(RolloutEngine):
         """Starts vLLM, or connects to its server."""
         raise NotImplementedError
 
-    def send(self) -> None:
-        """Sends the policy's weights to the engine."""
+    def send(self, policy: Fingerprint) -> None:
+        """Sends the policy's weights, which have this fingerprint, to the engine."""
         raise NotImplementedError
 
     def logps(self, prompts: list[list[int]], new_tokens: int) -> tuple[list[list[int]], list[Tensor]]:
@@ -217,19 +221,46 @@ class VLLMBase(RolloutEngine):
                 "the changed model and start from that, or sample with `use_vllm=False`."
             )
 
-    def stream(self, measured: bool = True) -> Iterator[tuple[str, Tensor]]:
+    def changed_groups(self, policy: Fingerprint) -> set[str] | None:
         """
-        Streams the policy's weights under the names and in the layout that the engine loads. All ranks must iterate
-        over it. `measured` says whether the drift is measured on the way.
+        Returns the groups of tensors ([`~models.linears.sent_with`]) of which the engine may not hold the policy's
+        values: those that have changed since the last sync on some rank, whatever changed them. Groups with buffers,
+        which fingerprints leave out, and groups that the drift is measured by are among them. `None` stands for all.
+        All ranks must call it, with the current fingerprint of the policy.
+        """
+        names = self.weights.parameters()
+        groups = list(dict.fromkeys(map(sent_with, names)))
+        changed = self.weights.changed_groups(self.held, policy) if self.is_current else None
+        if changed is None or not changed <= set(groups):
+            changed = set(groups)
+        changed |= {sent_with(name) for name in names if self.drift.measures(name) or self.names_on_disk.buffers(name)}
+        flags = torch.tensor([float(group in changed) for group in groups], device=self.accelerator.device)
+        flags = self.accelerator.reduce(flags, "sum").tolist()
+        found = {group for group, flag in zip(groups, flags, strict=True) if flag}
+        return None if len(found) == len(groups) else found
+
+    def stream(
+        self, groups: Collection[str] | None = None, measured: bool = True, whole: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        """
+        Streams the policy's weights in the layout that the engine loads. All ranks must iterate over it.
+
+        Args:
+            groups (`Collection[str]`, *optional*): Those of [`changed_groups`]; by default all.
+            measured (`bool`, *optional*, defaults to `True`): Whether the drift is measured on the way.
+            whole (`bool`, *optional*, defaults to `False`):
+                Whether the experts of a layer come in one tensor, under the policy's name, and not one by one under
+                their names on disk.
         """
         placeholders = self.quantized_in_training(measured) if self.travels_quantized else ()
-        weights = self.names_on_disk.stream(self._watched(self.policy_stream(placeholders), measured))
-        if not self.travels_quantized:
-            return weights
-        if self.on_cpu:
-            return self._quantized(weights, **self.quantizers)
-        unchecked = self.quantizers | {"quantizer": partial(self.quantizers["quantizer"], check=False)}
-        return self._flagged(self._quantized(weights, **unchecked))
+        weights = self._watched(self.policy_stream(placeholders, groups), measured)
+        weights = self.names_on_disk.with_buffers(weights)
+        if self.travels_quantized and self.on_cpu:
+            weights = self._quantized(weights, **self.quantizers)
+        elif self.travels_quantized:
+            unchecked = self.quantizers | {"quantizer": partial(self.quantizers["quantizer"], check=False)}
+            weights = self._flagged(self._quantized(weights, **unchecked))
+        return weights if whole else self.names_on_disk.split(weights)
 
     def _quantized(self, weights: Iterable[tuple[str, Tensor]], **quantizers) -> Iterator[tuple[str, Tensor]]:
         """Streams weights in the engine's quantized layout. A policy that trains in it provides codes and scales."""
@@ -252,7 +283,7 @@ class VLLMBase(RolloutEngine):
 
         format = PRECISIONS[self.precision].format
         for name, tensor in stream:
-            if name.endswith(".weight_scale"):
+            if name.endswith(WEIGHT_SCALES):
                 self._non_finite[name.removesuffix("_scale")] = shows_non_finite(tensor, format)
             yield name, tensor
 
@@ -312,8 +343,9 @@ class VLLMBase(RolloutEngine):
         self._require_same_model()
         self.weights.forget_quantized_weights()
         self.streaming = "the first tensor"
+        policy = fingerprint(self.weights.model)
         try:
-            self.send()
+            self.send(policy)
             self._require_finite()
         except BaseException as error:
             self._failure = (
@@ -323,7 +355,8 @@ class VLLMBase(RolloutEngine):
             if isinstance(error, Exception):
                 raise RuntimeError(self._failure) from error
             raise
-        self.mark_current()
+        # Under ZeRO-3, reading parts of the policy that are whole divides them, and gives it another fingerprint
+        self.mark_current(None if self.weights.is_sharded else policy)
         self.syncs_to_check = max(0, self.syncs_to_check - 1)
 
     def require_alive(self) -> None:
@@ -341,13 +374,18 @@ class VLLMBase(RolloutEngine):
         """
         Compares engine and policy without noise; see [`~rollout.verify.self_check.self_check`]. A check that is not
         `quick` also compares samples, where vLLM speculates; see [`~rollout.verify.speculation.check_speculation`].
+        After a check that fails, the next sync sends all weights.
         """
         from ..verify.self_check import self_check
         from ..verify.speculation import check_speculation
 
         self.ensure_ready()
         self.lay_noise(RolloutNoise())
-        metrics = self_check(self, quick)
+        try:
+            metrics = self_check(self, quick)
+        except Exception:
+            self.is_current = False
+            raise
         if not quick:
             if self.drafts is not None:
                 metrics |= check_speculation(self)

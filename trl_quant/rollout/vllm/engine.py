@@ -22,8 +22,8 @@ from ...reading import reading
 from ...run_spec import DISCARDS, EngineSpec
 from ...storage.quantization import check_prepared
 from ...trl_seams import empty_cache
-from ..engine import Enough, Request, Samples
-from ..fingerprint import fingerprint
+from ..engine import Enough, Request, RolloutNoise, Samples
+from ..fingerprint import Fingerprint, fingerprint
 from ..verify.kv_cache import KVCache
 from ..weights import PolicyWeights
 from .base import VLLMBase
@@ -50,11 +50,13 @@ class VLLMEngine(VLLMBase):
     """
     vLLM in `precision`, in the trainer's process.
 
-    A sync streams tensor by tensor, in the model's order, and quantizes each tensor on the way. The first sync uses
-    vLLM's own reload of the whole model. Where vLLM holds tensors in the layout in which they are sent, later syncs
-    write [`in_place`]. After a sync the engine equals, bit for bit, an engine that was started on a checkpoint of the
-    same weights. With `lora_sync="adapter"` the quantized base stays as it was loaded, and only A and B are sent. If
-    the policy is trained on that base, trainer and engine share one copy of it ([`one_copy`]).
+    A sync streams tensor by tensor, in the model's order, and quantizes each tensor on the way: all tensors the first
+    time and after a sleep that discards them, and otherwise those that have changed. The first sync uses vLLM's own
+    reload of the whole model. Where vLLM holds tensors in the layout in which they are sent, later syncs write
+    [`in_place`]; else they reload the layers whose tensors have changed. After a sync the engine equals, bit for bit,
+    an engine that was started on a checkpoint of the same weights. With `lora_sync="adapter"` the quantized base stays
+    as it was loaded, and only A and B are sent. If the policy is trained on that base, trainer and engine share one
+    copy of it ([`one_copy`]).
 
     Parameters:
         engine_kwargs (`dict`, *optional*):
@@ -72,7 +74,9 @@ class VLLMEngine(VLLMBase):
         llm (`vllm.LLM`): vLLM itself.
         destinations (`dict[str, torch.Tensor]` or `None`):
             The parts of vLLM's memory that hold the tensors of a sync, see [`in_place`]; empty if vLLM must reload
-            them, `None` before the first sync.
+            them, `None` until the first sync has shown it.
+        discarded (`list[tuple[torch.Tensor, torch.Tensor]]`):
+            The tensors that a sleep of level 2 discards and no sync sends, with copies of them.
         kernels ([`~policy.exact.attention.Kernels`] or `None`):
             With `exact`, vLLM's kernels, which the policy uses to compute the same bits.
     """
@@ -97,9 +101,9 @@ class VLLMEngine(VLLMBase):
         self._adapter_ranks: dict[str, int] = {}  # of the adapter's layers, as the engine holds them
         self._fitting: PeftConfig | None = None  # of the last adapter that was found to fit
         self.kernels: Kernels | None = None
-        self.destinations: dict[str, Tensor] | None = None
+        self.destinations: dict[str, Tensor] | None = {} if self.on_cpu else None  # CPUs pack weights
         self._asleep: set[str] = set()  # vLLM's tags of the memory that sleeps
-        self._discarded: list[tuple[Tensor, Tensor]] = []  # what sleep discards and no sync sends, with copies of it
+        self.discarded: list[tuple[Tensor, Tensor]] = []
         self._group = None  # of the ranks that form one engine
         # With `lora_sync="adapter"`, fingerprints of the base's parameters when the engine started ...
         self._base_at_start: dict[str, Hashable] = {}
@@ -163,7 +167,7 @@ class VLLMEngine(VLLMBase):
         if self.lora_sync == "adapter" and not self.weights.is_sharded and not is_on_trial:
             self._base_at_start = self._base_fingerprints()
         if self.sleep_level == DISCARDS:
-            (self._discarded,) = self.llm.apply_model(repairs.constants)
+            (self.discarded,) = self.llm.apply_model(repairs.constants)
         self.rest()
 
     def _base_to_share(self) -> PolicyWeights | None:
@@ -311,43 +315,34 @@ class VLLMEngine(VLLMBase):
             for name, tensor in self.weights.outside_base()
         }
 
-    def send(self) -> None:
+    def send(self, policy: Fingerprint) -> None:
         self._wake("weights")
         if self.lora_sync == "adapter":
             self._push_adapter()
         else:
-            self._send_weights()
+            self._send_weights(self.changed_groups(policy))
             self.sync_metrics = self.drift.metrics()
             self.forget_noise()
         self.llm.reset_prefix_cache()
         self.stale_cache = _cached_blocks(self.llm) > 0
 
-    def _send_weights(self) -> None:
+    def _send_weights(self, groups: set[str] | None) -> None:
         """
-        Sends the weights: the first time through vLLM's own reload, and later [`in_place`], if vLLM holds them in the
-        layout in which they are sent. Experts are never reloaded then: afterwards vLLM would read other scales for
-        prompts than in captured graphs.
+        Sends the weights of some [`changed_groups`], or all: [`in_place`], if vLLM holds them in the layout in which
+        they are sent, or else, and the first time, through vLLM's own reload.
         """
         from . import in_place, worker
 
-        if self.destinations is None and self.travels_quantized and self.has_experts and not self.on_cpu:
-            shapes = {name: tensor.shape for name, tensor in self.stream(measured=False)}
-            (self.destinations,) = self.llm.apply_model(partial(in_place.destinations, shapes=shapes))
+        if groups is not None:
+            self.lay_noise(RolloutNoise())  # the norms that hold it may not be sent
         if self.destinations:
-            in_place.write(self.destinations, self.stream())
+            in_place.write(self.destinations, self.stream(groups, whole=True), groups)
             return
-        shapes: dict[str, torch.Size] = {}
-
-        def seen(stream):
-            for name, tensor in stream:
-                shapes[name] = tensor.shape
-                yield name, tensor
-
-        self.llm.collective_rpc(worker.reload, kwargs={"stream": seen(self.stream())})
-        if self.destinations is None and self.travels_quantized and not self.on_cpu:  # CPUs pack weights
-            (found,) = self.llm.apply_model(partial(in_place.destinations, shapes=shapes))
+        self.llm.collective_rpc(worker.reload, kwargs={"stream": self.stream(groups), "is_whole": groups is None})
+        if self.destinations is None:
             # The sync's metrics are those of the first stream
-            self.destinations = found if found and in_place.holds(found, self.stream(measured=False)) else {}
+            given = {"stream": self.stream(measured=False, whole=True), "names": self.weights.parameters()}
+            (self.destinations,) = self.llm.apply_model(partial(in_place.destinations, **given))
 
     def _push_adapter(self):
         """Writes the policy's A and B into the engine."""
@@ -402,7 +397,7 @@ class VLLMEngine(VLLMBase):
             self.llm.wake_up(tags=[tag])
             self._asleep.discard(tag)
             with torch.inference_mode():  # in which vLLM made these tensors
-                for tensor, copy in self._discarded if tag == "weights" else ():
+                for tensor, copy in self.discarded if tag == "weights" else ():
                     tensor.copy_(copy)
 
     def rest(self) -> None:

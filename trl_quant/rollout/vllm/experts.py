@@ -12,8 +12,7 @@ layer with the policy's, because a text reaches only some of them:
 | Marlin | in an order of its own | one product of each expert |
 """
 
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +26,6 @@ from vllm.model_executor.models.utils import extract_layer_index
 from ...formats import FORMATS, QuantizedTensor
 from ...formats.nvfp4 import global_scale
 from ...models.families import EXPERT_PARTS
-from ...models.linears import fused_with
 from ...models.names import place_in_layer
 from ...precisions import PRECISIONS
 from ...storage.layout import checkpoint_tensors
@@ -38,7 +36,6 @@ HELD_AS = {GATE_UP: "w13_weight", DOWN: "w2_weight"}  # vLLM's names of them
 OF_CPU = "CPU"  # backend that packs each expert
 AS_LOADED = ("TRITON", "CUTLASS", OF_CPU)  # backends that hold experts as they are loaded, or as `held_form` says
 REORDERED = ("MARLIN",)  # backends that hold them in an order of their own
-ON_DISK = re.compile(r".*\.layers\.(?P<layer>\d+)\..*\bexperts\.(?P<expert>\d+)\.(?P<leaf>\w+)\.(?P<kind>\w+)")
 PRODUCTS_DIFFER = 2**-6  # relative difference of two products. BF16 explains a third of it
 
 
@@ -58,30 +55,22 @@ def backend_of(layer: nn.Module) -> str:
     return next((backend.name.removeprefix("VLLM_") for backend in chosen if hasattr(backend, "name")), "")
 
 
-def rows_of_experts(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
+def held_experts(layers: dict[int, nn.Module], name: str) -> Tensor | None:
     """
-    Returns the parts of vLLM's memory that hold the codes and scales of experts as they are streamed.
+    Returns the tensor (experts, ...) in which vLLM holds the experts of a layer, or their codes or scales, as a sync
+    sends them; `None` if the kernels have an order of their own.
 
     Args:
-        model (`nn.Module`): vLLM's model.
-        names (`Iterable[str]`): Names of tensors on disk, such as `model.layers.0.mlp.experts.3.up_proj.weight_scale`.
-
-    Returns:
-        `dict[str, torch.Tensor]`: name -> view of one expert's rows, (rows, ...). It lacks the names of other tensors,
-        and of experts in an order of the kernel's own.
+        layers (`dict[int, nn.Module]`): The [`expert_layers`].
+        name (`str`): The policy's name, such as `model.layers.0.mlp.experts.down_proj`; of scales, with `_scale`.
     """
-    layers, found = expert_layers(model), {}
-    for name in names:
-        match = ON_DISK.fullmatch(name)
-        if match is None or backend_of(layers[int(match["layer"])]) not in AS_LOADED:
-            continue
-        parts = fused_with(match["leaf"])  # gate and up, or down alone
-        held_as = HELD_AS[GATE_UP if len(parts) > 1 else DOWN].removesuffix("weight") + match["kind"]
-        held = getattr(layers[int(match["layer"])], held_as, None)
-        if held is not None:
-            rows = held.data[int(match["expert"])]
-            found[name] = rows.chunk(len(parts))[parts.index(match["leaf"])]
-    return found
+    _, index, path = place_in_layer(name)
+    leaf = path.rpartition(".")[2]
+    held_as = HELD_AS.get(leaf.removesuffix("_scale"))
+    if held_as is None or backend_of(layers[index]) not in AS_LOADED:
+        return None
+    held = getattr(layers[index], f"{held_as}_scale" if leaf.endswith("_scale") else held_as, None)
+    return None if held is None else held.data
 
 
 def check_experts(model: nn.Module, precision: str) -> None:
@@ -108,10 +97,13 @@ def check_experts(model: nn.Module, precision: str) -> None:
             )
 
 
-def repack_experts(model: nn.Module) -> None:
-    """Packs experts on a CPU. vLLM packs them at the first load alone, and a reload writes them unpacked."""
-    for layer in expert_layers(model).values():
-        if backend_of(layer) == OF_CPU:
+def repack_experts(model: nn.Module, reloaded: Collection[int]) -> None:
+    """
+    Packs the experts of the `reloaded` decoder layers on a CPU. vLLM packs them at the first load alone, and a reload
+    writes them unpacked.
+    """
+    for index, layer in expert_layers(model).items():
+        if index in reloaded and backend_of(layer) == OF_CPU:
             layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
 

@@ -90,15 +90,15 @@ def restore_plain_tensors(plain: dict[tuple[nn.Module, str], Tensor]) -> None:
 
 def constants(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """
-    Returns the tensors of kernels that share no memory with the model's parameters, such as the strides of CUTLASS's
-    experts, each with a copy on the CPU. A sleep of level 2 discards them, and where codes are written in place nothing
-    makes them anew.
+    Returns the tensors that no sync sends, each with a copy on the CPU: those of kernels that share no memory with the
+    model's weights, such as the strides of CUTLASS's experts, and scalars, such as the scales of a KV cache. A sleep of
+    level 2 discards them, and where weights are written in place nothing makes them anew.
     """
-    held = {param.untyped_storage().data_ptr() for param in model.parameters()}
-    found = {id(tensor): tensor for (_, path), tensor in plain_tensors(model).items() if "." in path}.values()
-    return [
-        (tensor, tensor.to("cpu", copy=True)) for tensor in found if tensor.untyped_storage().data_ptr() not in held
-    ]
+    weights = {param.untyped_storage().data_ptr() for param in model.parameters() if param.numel() > 1}
+    tensors = [tensor for (_, path), tensor in plain_tensors(model).items() if "." in path]
+    found = {id(tensor): tensor for tensor in (*tensors, *(p.data for p in model.parameters() if p.numel() == 1))}
+    kept = [tensor for tensor in found.values() if tensor.untyped_storage().data_ptr() not in weights]
+    return [(tensor, tensor.to("cpu", copy=True)) for tensor in kept]
 
 
 def refresh_tied_head(model: nn.Module) -> None:

@@ -32,6 +32,7 @@ from ...storage.quantization import prepared_precisions
 from ...storage.source import skeleton
 from ..address import without_password
 from ..engine import Enough, Request, Samples
+from ..fingerprint import Fingerprint
 from ..limits import finished_within
 from ..verify.kv_cache import CACHE_FORMATS, UNQUANTIZED, KVCache
 from .base import VLLMBase
@@ -193,7 +194,7 @@ class VLLMServerEngine(VLLMBase):
 
     # Sync
 
-    def send(self) -> None:
+    def send(self, policy: Fingerprint) -> None:
         if self._announced is None:  # the server needs the metadata of all tensors before the first one
             self._announced = announcement(self.stream())
             self.drift.forget()

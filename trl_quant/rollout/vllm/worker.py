@@ -3,6 +3,7 @@
 The engine runs in the trainer's process, so these functions may take iterators and return tensors.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -13,7 +14,9 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.utils import extract_layer_index
 
+from ...models.families import EXPERT
 from ...models.linears import is_mixtures
+from ...models.names import place_in_layer
 from ..tensors import default_dtype
 from ..verify.kv_cache import CACHE_FORMATS, UNQUANTIZED, KVCache
 from .adapter import names_in_vllm, places
@@ -21,32 +24,52 @@ from .experts import ExpertsCheck, repack_experts
 from .repairs import plain_tensors, refresh_tied_head, restore_plain_tensors
 
 
-def reload(worker, stream: Iterable[tuple[str, Tensor]]) -> None:
+RELOAD = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+
+
+def reload(worker, stream: Iterable[tuple[str, Tensor]], is_whole: bool = True) -> None:
     """
-    Replaces all weights by those of `stream`, through vLLM's own reload. Captured CUDA graphs stay valid.
+    Replaces weights by those of `stream`, through vLLM's own reload. Captured CUDA graphs stay valid.
+
+    Args:
+        worker: vLLM's worker.
+        stream (`Iterable[tuple[str, torch.Tensor]]`): Names and tensors of a checkpoint.
+        is_whole (`bool`, *optional*, defaults to `True`):
+            Whether the stream has all weights. If not, it has all weights of some of vLLM's layers. vLLM puts the
+            others back as they were, and its warnings about them are not shown.
 
     Raises:
-        `RuntimeError`: The stream ended without weights for some module.
+        `RuntimeError`: A stream of all weights ended without weights for some module.
     """
     model = worker.get_model()
-    load_weights, loaded = model.load_weights, set()
+    load_weights, loaded, with_experts = model.load_weights, set(), set()
 
     def load_and_record(weights: Iterator[tuple[str, Tensor]]) -> set[str] | None:
         names = load_weights(weights)
         loaded.update(names or ())
         return names
 
+    def noting_experts() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in stream:
+            if EXPERT.fullmatch(name):
+                with_experts.add(place_in_layer(name)[1])
+            yield name, tensor
+
     model.load_weights = load_and_record
-    plain = plain_tensors(model)
+    plain, level = plain_tensors(model), RELOAD.level
+    RELOAD.setLevel(level if is_whole else logging.ERROR)
     try:
         # The reload creates tensors of the default type, which vLLM itself sets only for the first load
         with default_dtype(worker.vllm_config.model_config.dtype):
-            worker.reload_weights(weights_iterator=stream)
+            worker.reload_weights(weights_iterator=noting_experts())
             refresh_tied_head(model)
-            repack_experts(model)
+            repack_experts(model, with_experts)
     finally:
         del model.load_weights
+        RELOAD.setLevel(level)
     restore_plain_tensors(plain)
+    if not is_whole:
+        return
     # Compares modules, since a quantized layer's parameters have other names than the loaded tensors. Scalars, such as
     # the cache's scales, have defaults. `named_parameters` lists a tied head's weight only with the embeddings.
     filled = {name.rpartition(".")[0] for name in loaded}
