@@ -183,6 +183,7 @@ class Question:
             precision.
         compared (`dict[str, tuple[tuple[str, str], ...]]`): Comparisons by family, each of a cell with another one,
             seed by seed (`paired.py`).
+        ratios (`dict[str, str]`): Label -> metric, whose means over a run are compared so too, as ratios.
     """
 
     asks: str
@@ -191,3 +192,4 @@ class Question:
     metrics: dict[str, str] | None = None
     by_regime: bool = False
     compared: dict[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
+    ratios: dict[str, str] = field(default_factory=dict)

@@ -93,6 +93,7 @@ QUESTIONS = {
             ),
             "full precision": tuple((routed(*cell), FULL) for cell in REPLAYED),
         },
+        ratios={"KL": "mismatch/kl_k3", "rerouted": "routing/differs"},
     ),
     "in_flight": Question(
         "What does the factor of completions in flight cost in accuracy, per correction?",

@@ -5,9 +5,9 @@ import lzma
 import shutil
 import sys
 from dataclasses import replace
-from math import sqrt
+from math import exp, log, sqrt
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 
 import pytest
 import torch
@@ -80,6 +80,24 @@ def test_comparisons_that_have_no_pairs_yet_are_left_out_and_counted():
     assert paired.compared(question, groups[:1]) == "" and paired.compared(Question("", ()), groups) == ""
     line = paired.compared(question, groups).splitlines()[3]
     assert [cell.strip() for cell in line.split("|")[1:6]] == ["one", "b", "a", "3", "-0.083"]
+
+
+def test_a_metric_is_compared_by_the_ratio_of_its_means_over_a_run():
+    question = Question("Which?", (), compared={"one": (("b", "a"),)}, ratios={"KL": "kl"})
+
+    def logged(name: str, runs: list[list[float]]) -> Group:
+        histories = [[{"step": step, "kl": value} for step, value in enumerate(run)] for run in runs]
+        return Group(name, [Run(f"{name}{seed}", h, settings={"seed": seed}) for seed, h in enumerate(histories)])
+
+    groups = [logged("a", [[1.0, 3.0], [2.0, 2.0], [4.0]]), logged("b", [[2.0, 6.0], [1.0, 7.0], [32.0]])]
+    (row,) = paired.ratios(question, groups, "kl")  # 2, 2 and 8, whose geometric mean is 32 ** (1 / 3)
+    spread = stdev([log(2), log(2), log(8)])
+    assert row["mean"] == pytest.approx(32 ** (1 / 3)) and row["sd"] == pytest.approx(spread)
+    assert row["high"] == pytest.approx(row["mean"] * exp(4.303 * spread / sqrt(3)), rel=1e-3)
+    assert row["low"] * row["high"] == pytest.approx(row["mean"] ** 2)
+    assert paired.differences(question, groups) == []  # none was judged at its end
+    assert "| KL, over the run | cell |" in (text := paired.compared(question, groups))
+    assert "| one | b | a | 3 | 3.17 |" in text
 
 
 def test_stored_results_give_the_same_comparisons(tmp_path, monkeypatch):
