@@ -18,6 +18,7 @@ starts from them finds the same on every CPU:
 With `--quotient 24 --max_completion_length 1216` it learns to divide by repeated subtraction instead, in completions of
 about 1000 tokens, with `--countdown 3 --max_completion_length 160` to search for an expression that makes a target, and
 with `--word_problems openai/gsm8k --max_completion_length 112` word problems by heart, in tokens made from them.
+With `--num_experts 8` it is a mixture of experts, a Qwen3-MoE.
 """
 
 import itertools
