@@ -18,6 +18,7 @@ starts from them finds the same on every CPU:
 With `--quotient 24 --max_completion_length 1216` it learns to divide by repeated subtraction instead, in completions of
 about 1000 tokens, with `--countdown 3 --max_completion_length 160` to search for an expression that makes a target, and
 with `--word_problems openai/gsm8k --max_completion_length 112` word problems by heart, in tokens made from them.
+With `--num_experts 8` it is a mixture of experts, a Qwen3-MoE.
 """
 
 import itertools
@@ -37,6 +38,8 @@ from transformers import (
     PrinterCallback,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -53,6 +56,7 @@ from trl_quant.tasks.words import WordProblem, word_problems
 
 WIDTH = 128  # every quantization group and block fits into it
 MAX_COMPLETION_LENGTH = 48  # tokens; the longest solution of three digits has 40
+CHOSEN = 2  # experts of a token, in a mixture
 SPECIAL = ("<pad>", "<eos>", "<unk>")
 VOCABULARY = 4096  # entries for word problems
 STEPS_PER_QUOTIENT = 16  # of teaching, after which lessons get one subtraction longer
@@ -74,6 +78,10 @@ class BuildArguments:
     )
     hidden_size: int = field(default=WIDTH, metadata={"help": "Of the model; a multiple of 128."})
     num_hidden_layers: int = field(default=2, metadata={"help": "Of the model."})
+    num_experts: int = field(
+        default=0,
+        metadata={"help": "Of each layer, as wide as the model, 2 of them for a token; 0 is a dense model."},
+    )
     operations: str = field(default="+-", metadata={"help": "Which of '+', '-' and '*' to teach."})
     max_digits: int = field(default=3, metadata={"help": "Digits of the longest operand."})
     max_completion_length: int = field(
@@ -158,27 +166,36 @@ def learn_tokenizer(args: BuildArguments) -> PreTrainedTokenizerFast:
 
 
 def build_model(
-    tokenizer: PreTrainedTokenizerFast, positions: int = 512, hidden_size: int = WIDTH, num_hidden_layers: int = 2
-) -> Qwen3ForCausalLM:
-    """An untrained Qwen3 whose widths are multiples of 128: 0.5M parameters, 110M with 1024 channels and 8 layers."""
+    tokenizer: PreTrainedTokenizerFast,
+    positions: int = 512,
+    hidden_size: int = WIDTH,
+    num_hidden_layers: int = 2,
+    num_experts: int = 0,
+) -> Qwen3ForCausalLM | Qwen3MoeForCausalLM:
+    """
+    An untrained Qwen3 whose widths are multiples of 128: 0.5M parameters, 110M with 1024 channels and 8 layers. With 8
+    experts it is a Qwen3-MoE of 1M parameters, 0.3M of them for a token.
+    """
     if hidden_size % WIDTH:
         raise ValueError(f"`hidden_size`={hidden_size} is not a multiple of {WIDTH}.")
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(tokenizer),
-            hidden_size=hidden_size,
-            intermediate_size=3 * hidden_size,
-            num_hidden_layers=num_hidden_layers,
-            num_attention_heads=hidden_size // 64,
-            num_key_value_heads=hidden_size // 64,
-            head_dim=64,
-            max_position_embeddings=positions,
-            tie_word_embeddings=False,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
+    common = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": hidden_size,
+        "intermediate_size": 3 * hidden_size,
+        "num_hidden_layers": num_hidden_layers,
+        "num_attention_heads": hidden_size // 64,
+        "num_key_value_heads": hidden_size // 64,
+        "head_dim": 64,
+        "max_position_embeddings": positions,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    if not num_experts:
+        return Qwen3ForCausalLM(Qwen3Config(**common))
+    experts = {"num_experts": num_experts, "num_experts_per_tok": CHOSEN, "moe_intermediate_size": hidden_size}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**common, **experts, norm_topk_prob=True))
 
 
 def stream(
@@ -268,7 +285,7 @@ def build(args: BuildArguments) -> float:
     few = evaluation.select(range(min(256, len(evaluation))))
     stop = StopAtAccuracy(args, few, tokenizer)
     trainer = Trainer(
-        model=build_model(tokenizer, args.positions, args.hidden_size, args.num_hidden_layers),
+        model=build_model(tokenizer, args.positions, args.hidden_size, args.num_hidden_layers, args.num_experts),
         args=TrainingArguments(
             output_dir=args.output_dir,
             per_device_train_batch_size=args.batch_size,

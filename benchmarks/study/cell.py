@@ -15,6 +15,7 @@ TREATMENT = (
     "uaq_scale",
     "noise_schedule",
     "rollouts_in_flight",
+    "router_replay",
     "served",
 )
 TASK = (
@@ -33,6 +34,7 @@ TASK = (
     "lora_rank",
     "hidden_size",
     "num_hidden_layers",
+    "num_experts",
     "served",
 )  # fields that are not the trainer's
 COMMON = {
@@ -69,6 +71,7 @@ class Cell:
         lora_rank (`int`): Of the adapter that is trained; 0 trains all weights.
         hidden_size (`int`): Channels of the model, a multiple of 128.
         num_hidden_layers (`int`): Layers of the model.
+        num_experts (`int`): Of each layer of a mixture, of which a token goes to 2; 0 has a dense model.
         trainer (`str`): `"grpo"`, `"rloo"`, `"ppo"`, `"distillation"` or `"diffusion"`. Distillation teaches a copy of
             the model whose weights were disturbed, with the model as its teacher. Diffusion starts from the model of
             `examples/build_masked_model.py` and asks its additions.
@@ -88,6 +91,7 @@ class Cell:
     is_cap: float | None = None
     importance_sampling_level: str = "token"
     rollouts_in_flight: float = 1.0
+    router_replay: bool | None = None
     learning_rate: float = 4e-4
     optim: str = "adamw_torch"
     num_iterations: int = 1
@@ -102,6 +106,7 @@ class Cell:
     lora_rank: int = 0
     hidden_size: int = SHAPES[0][0]
     num_hidden_layers: int = SHAPES[0][1]
+    num_experts: int = 0
     served: str = ""
     use_vllm: bool = False
     trainer: str = "grpo"
@@ -124,6 +129,11 @@ class Cell:
         return -(-tokens // 8) * 8
 
     @property
+    def start(self) -> str:
+        """Name of the stored model that its seed starts from."""
+        return f"{'mixture-' if self.num_experts else ''}{self.seed % self.starts}"
+
+    @property
     def model(self) -> str:
         """Name of the model that it starts from, which all its seeds share unless the models are stored."""
         return self.taught + (f"-outliers-{self.outliers:g}" if self.outliers != 1 else "")
@@ -132,7 +142,7 @@ class Cell:
     def taught(self) -> str:
         """Name of that model before it has outliers."""
         if self.starts:
-            return f"start-{self.seed % self.starts}"
+            return f"start-{self.start}"
         if self.trainer == "diffusion":
             return "masked"
         task = f"quotient-{self.quotient}" if self.quotient else f"{self.digits}-digits"
@@ -143,6 +153,7 @@ class Cell:
             f"{task}-{self.accuracy:g}"
             + (f"-direct-{self.direct:g}" if self.direct else "")
             + (shape if (self.hidden_size, self.num_hidden_layers) != SHAPES[0] else "")
+            + (f"-{self.num_experts}-experts" if self.num_experts else "")
         )
 
     def arguments(self) -> dict:
@@ -172,6 +183,7 @@ class Question:
             precision.
         compared (`dict[str, tuple[tuple[str, str], ...]]`): Comparisons by family, each of a cell with another one,
             seed by seed (`paired.py`).
+        ratios (`dict[str, str]`): Label -> metric, whose means over a run are compared so too, as ratios.
     """
 
     asks: str
@@ -180,3 +192,4 @@ class Question:
     metrics: dict[str, str] | None = None
     by_regime: bool = False
     compared: dict[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
+    ratios: dict[str, str] = field(default_factory=dict)

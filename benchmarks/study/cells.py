@@ -62,8 +62,39 @@ FLOWN = (
     *((name, "bf16", factor) for name, factor in product(("none", "coupled", "ais"), FACTORS[1:])),
     *(("dppo", precision, 2) for precision in ("int4", "bf16")),
 )
+MIXED = REUSE | {"draws": 8, "starts": 3, "num_experts": 8}
+REPLAYED = tuple(product(("bf16", "int8", "fp8", "int4"), (True, False)))
+
+
+def routed(precision: str, replays: bool) -> str:
+    """The name of a cell of `routing`."""
+    return f"{precision} replay" if replays else f"{precision} no replay"
+
 
 QUESTIONS = {
+    "routing": Question(
+        "Does a mixture of experts learn better from quantized samples with the sampler's experts?",
+        (
+            Cell(FULL, **MIXED),
+            *(
+                Cell(routed(precision, replays), precision, None, "tis", router_replay=replays, **MIXED)
+                for precision, replays in REPLAYED
+            ),
+        ),
+        ("Held-out reward", "Mismatch KL", "Rerouted tokens"),
+        {
+            "final accuracy": "final_accuracy",
+            "rerouted": "routing/differs",
+            **{f"in layer {layer}": f"routing/by_layer/{layer}" for layer in (0, 1)},
+        },
+        compared={
+            "primary: replay": tuple(
+                (routed(precision, True), routed(precision, False)) for precision in dict(REPLAYED)
+            ),
+            "full precision": tuple((routed(*cell), FULL) for cell in REPLAYED),
+        },
+        ratios={"KL": "mismatch/kl_k3", "rerouted": "routing/differs"},
+    ),
     "in_flight": Question(
         "What does the factor of completions in flight cost in accuracy, per correction?",
         (

@@ -5,6 +5,7 @@ that pairs are independent. With d_1 ... d_n their differences in accuracy:
 
     mean(d) ± t_{n-1} sd(d) / sqrt(n)                                                        Student's interval, 95%
     p_(i)' = max_{j <= i} min(1, (m - j + 1) p_(j))                   Holm's, of m values in order, the smallest first
+    exp(mean(d))  with  d_i = ln(x_i / y_i)                                   a ratio of two means over a run, x and y
 
 | symbol | here | meaning |
 |---|---|---|
@@ -12,13 +13,13 @@ that pairs are independent. With d_1 ... d_n their differences in accuracy:
 | m | | comparisons of a family: Holm's values hold for all of them together, the intervals each for itself |
 """
 
-from collections.abc import Sequence
-from math import atan, cos, pi, sin, sqrt
+from collections.abc import Callable, Sequence
+from math import atan, cos, exp, log, pi, sin, sqrt
 from statistics import fmean, stdev
 
 from cell import Question
 
-from trl_quant.report.runs import Group
+from trl_quant.report.runs import Group, Run
 
 
 OUTCOME = "final_accuracy"
@@ -69,10 +70,23 @@ def difference(cell: dict[int, float], other: dict[int, float]) -> dict | None:
     return {"pairs": len(found), "mean": mean, "low": mean - half, "high": mean + half, "sd": stdev(found), "p": p}
 
 
-def differences(question: Question, groups: Sequence[Group]) -> list[dict]:
-    """Returns the question's comparisons as far as they have two pairs."""
+def ended(run: Run) -> float | None:
+    """Returns the accuracy at the run's end; `None` where it was not judged by several draws."""
+    values = run.values(OUTCOME)
+    return values[-1] if values else None
+
+
+def log_of(metric: str) -> Callable[[Run], float | None]:
+    """Returns what takes the logarithm of a metric's mean over a run; `None` where it was not logged."""
+    return lambda run: log(fmean(run.values(metric))) if run.values(metric) else None
+
+
+def differences(
+    question: Question, groups: Sequence[Group], outcome: Callable[[Run], float | None] = ended
+) -> list[dict]:
+    """Returns the question's comparisons as far as they have two pairs, by default of the accuracy at the end."""
     values = {
-        group.name: {run.settings["seed"]: run.values(OUTCOME)[-1] for run in group.runs if run.values(OUTCOME)}
+        group.name: {run.settings["seed"]: value for run in group.runs if (value := outcome(run)) is not None}
         for group in groups
     }
     rows = []
@@ -88,13 +102,26 @@ def differences(question: Question, groups: Sequence[Group]) -> list[dict]:
     return rows
 
 
+def ratios(question: Question, groups: Sequence[Group], metric: str) -> list[dict]:
+    """Returns the same comparisons of a metric's mean over a run, as ratios."""
+    rows = differences(question, groups, log_of(metric))
+    return [row | {name: exp(row[name]) for name in ("mean", "low", "high")} for row in rows]
+
+
 def compared(question: Question, groups: Sequence[Group]) -> str:
-    """The table of those; nothing where the question compares nothing."""
-    if not (rows := differences(question, groups)):
+    """The tables of those; nothing where the question compares nothing."""
+    text = _table("comparisons", "difference", "{:+.3f}", differences(question, groups))
+    for label, metric in question.ratios.items():
+        text += _table(f"{label}, over the run", "ratio", "{:.2f}", ratios(question, groups, metric))
+    return text
+
+
+def _table(title: str, kind: str, number: str, rows: Sequence[dict]) -> str:
+    if not rows:
         return ""
-    lines = ["", "| comparisons | cell | against | pairs | difference | 95% | p | p (Holm) |", "|" + "---|" * 8]
+    lines = ["", f"| {title} | cell | against | pairs | {kind} | 95% | p | p (Holm) |", "|" + "---|" * 8]
     for row in rows:
-        interval = f"{row['low']:+.3f} to {row['high']:+.3f}"
-        numbers = [str(row["pairs"]), f"{row['mean']:+.3f}", interval, f"{row['p']:.2g}", f"{row['holm']:.2g}"]
+        mean, low, high = (number.format(row[name]) for name in ("mean", "low", "high"))
+        numbers = [str(row["pairs"]), mean, f"{low} to {high}", f"{row['p']:.2g}", f"{row['holm']:.2g}"]
         lines.append(f"| {' | '.join([row['family'], row['cell'], row['against'], *numbers])} |")
     return "\n".join(lines) + "\n"

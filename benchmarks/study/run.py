@@ -171,8 +171,7 @@ def model_jobs(cells: Sequence[Cell], output: Path, word_problems: str | None = 
     for cell in cells:
         if cell.starts:
             path = output / "models" / cell.taught
-            words = [str(cell.seed % cell.starts), str(path)]
-            found[cell.taught] = Job(path, [sys.executable, str(STARTS), *words], "eval.jsonl")
+            found[cell.taught] = Job(path, [sys.executable, str(STARTS), cell.start, str(path)], "eval.jsonl")
             continue
         if cell.trainer == "diffusion":
             path = output / "models" / cell.taught
@@ -191,6 +190,7 @@ def model_jobs(cells: Sequence[Cell], output: Path, word_problems: str | None = 
             "direct": cell.direct,
             "hidden_size": cell.hidden_size,
             "num_hidden_layers": cell.num_hidden_layers,
+            "num_experts": cell.num_experts,
             "max_steps": round((3000 if hard else 300 * cell.digits) / (1 - cell.direct)),
         }
         if cell.word_problems:

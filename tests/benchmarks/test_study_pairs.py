@@ -5,16 +5,17 @@ import lzma
 import shutil
 import sys
 from dataclasses import replace
-from math import sqrt
+from math import exp, log, sqrt
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 
 import pytest
 import torch
 from places import ROOT
-from safetensors.torch import load
+from safetensors.torch import load, load_file
 from transformers import AutoModelForCausalLM
 
+from trl_quant.models.routers import routers
 from trl_quant.report.runs import Group, Run, read_run
 from trl_quant.tasks import load_prompts
 
@@ -81,6 +82,24 @@ def test_comparisons_that_have_no_pairs_yet_are_left_out_and_counted():
     assert [cell.strip() for cell in line.split("|")[1:6]] == ["one", "b", "a", "3", "-0.083"]
 
 
+def test_a_metric_is_compared_by_the_ratio_of_its_means_over_a_run():
+    question = Question("Which?", (), compared={"one": (("b", "a"),)}, ratios={"KL": "kl"})
+
+    def logged(name: str, runs: list[list[float]]) -> Group:
+        histories = [[{"step": step, "kl": value} for step, value in enumerate(run)] for run in runs]
+        return Group(name, [Run(f"{name}{seed}", h, settings={"seed": seed}) for seed, h in enumerate(histories)])
+
+    groups = [logged("a", [[1.0, 3.0], [2.0, 2.0], [4.0]]), logged("b", [[2.0, 6.0], [1.0, 7.0], [32.0]])]
+    (row,) = paired.ratios(question, groups, "kl")  # 2, 2 and 8, whose geometric mean is 32 ** (1 / 3)
+    spread = stdev([log(2), log(2), log(8)])
+    assert row["mean"] == pytest.approx(32 ** (1 / 3)) and row["sd"] == pytest.approx(spread)
+    assert row["high"] == pytest.approx(row["mean"] * exp(4.303 * spread / sqrt(3)), rel=1e-3)
+    assert row["low"] * row["high"] == pytest.approx(row["mean"] ** 2)
+    assert paired.differences(question, groups) == []  # none was judged at its end
+    assert "| KL, over the run | cell |" in (text := paired.compared(question, groups))
+    assert "| one | b | a | 3 | 3.17 |" in text
+
+
 def test_stored_results_give_the_same_comparisons(tmp_path, monkeypatch):
     cells = Cell("full precision"), Cell("a", "int4", None, "tis"), Cell("b", "int4", None, "tis", rollouts_in_flight=2)
     question = Question("Which?", cells, (), {"final": "final_accuracy"}, compared={"one": (("b", "a"),)})
@@ -114,30 +133,32 @@ def test_the_comparisons_of_a_question_are_of_its_cells():
 # Start models
 
 
-@pytest.mark.parametrize("index", range(6))
-def test_a_start_model_is_the_one_whose_checksum_is_stored(tmp_path, index):
-    starts.unpack(index, tmp_path)
-    model, stored = AutoModelForCausalLM.from_pretrained(tmp_path), load(starts.weights_of(index))
-    assert model.dtype == torch.float32 and model.state_dict().keys() == stored.keys()
-    assert all(torch.equal(tensor, stored[name].float()) for name, tensor in model.state_dict().items())
+@pytest.mark.parametrize("name", [*map(str, range(6)), *(f"mixture-{index}" for index in range(3))])
+def test_a_start_model_is_the_one_whose_checksum_is_stored(tmp_path, name):
+    starts.unpack(name, tmp_path)
+    stored, unpacked = load(starts.weights_of(name)), load_file(tmp_path / "model.safetensors")
+    assert unpacked.keys() == stored.keys()
+    assert all(tensor.dtype == torch.float32 for tensor in unpacked.values())
+    assert all(torch.equal(tensor, stored[key].float()) for key, tensor in unpacked.items())
+    assert len(routers(AutoModelForCausalLM.from_pretrained(tmp_path))) == (2 if "mixture" in name else 0)
     assert len(load_prompts(str(tmp_path / "eval.jsonl"))) == 512
     assert len(load_prompts(str(tmp_path / "train.jsonl"))) == 4096
     sums = starts.SUMS.read_text().split()
-    assert len(sums) == 12 == len(set(sums))
+    assert len(sums) == 18 == len(set(sums))
 
 
 def test_a_start_model_with_another_bit_is_refused(tmp_path):
     shutil.copytree(starts.STORED, tmp_path / "starts")
-    data = bytearray(starts.weights_of(0))
+    data = bytearray(starts.weights_of("0"))
     data[-1] ^= 1
     (tmp_path / "starts" / "0.safetensors.xz").write_bytes(lzma.compress(data))
     with pytest.raises(ValueError, match=r"0\.safetensors\.xz has the SHA-256 [0-9a-f]{64}, which is not that of"):
-        starts.weights_of(0, tmp_path / "starts")
-    assert starts.weights_of(1, tmp_path / "starts") == starts.weights_of(1)
+        starts.weights_of("0", tmp_path / "starts")
+    assert starts.weights_of("1", tmp_path / "starts") == starts.weights_of("1")
 
 
 def test_start_models_fit_into_the_repository():
-    assert sum(path.stat().st_size for path in starts.STORED.iterdir()) < 4e6
+    assert sum(path.stat().st_size for path in starts.STORED.iterdir()) < 8e6
 
 
 def test_seeds_start_from_the_stored_models_in_turn(tmp_path):
@@ -146,6 +167,8 @@ def test_seeds_start_from_the_stored_models_in_turn(tmp_path):
     assert len({json.dumps(replace(cell, seed=0).settings()) for cell in cells}) == 1
     jobs = runner.model_jobs([*cells, Cell("b", starts=6, seed=1)], tmp_path)
     assert [job.command[2:] for job in jobs] == [[str(i), str(tmp_path / "models" / f"start-{i}")] for i in (0, 5, 1)]
+    (job,) = runner.model_jobs([Cell("c", starts=3, num_experts=8, seed=seed) for seed in (2, 5)], tmp_path)
+    assert job.command[2:] == ["mixture-2", str(tmp_path / "models" / "start-mixture-2")]
     trials = runner.trial_jobs(cells, tmp_path, "in_flight")
     assert [job.command[-1] for job in trials] == [str(job.directory) for job in jobs]
 
@@ -163,9 +186,9 @@ def test_the_policy_is_judged_by_several_draws_at_its_end(tmp_path):
     }
 
 
-def untaught(directory: Path) -> Path:
+def untaught(directory: Path, num_experts: int = 0) -> Path:
     tokenizer = building.build_tokenizer()
-    building.build_model(tokenizer).save_pretrained(directory)
+    building.build_model(tokenizer, num_experts=num_experts).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     for split in ("train", "eval"):
         building.prompts(building.BuildArguments(), 0, 16, held_out=split == "eval").to_json(
@@ -189,3 +212,17 @@ def test_a_run_keeps_its_cells_factor_in_flight_and_says_what_it_started_from(tm
     assert max(run.values("rollouts/age_max"), default=0) == factor - 1
     finished = json.loads((directory / "finished.json").read_text())
     assert finished["model_sha256"] == trial.sha256((model / "model.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("replays", [True, False])
+def test_a_mixtures_run_says_what_is_rerouted_with_and_without_replay(tmp_path, replays):
+    assert "router_replay" in table.TREATMENT
+    model, directory = untaught(tmp_path / "model", num_experts=4), tmp_path / "run"
+    cell = Cell("int4", "int4", None, "tis", router_replay=replays, num_experts=4, max_steps=1)
+    directory.mkdir()
+    (directory / "settings.json").write_text(json.dumps(cell.settings() | {"per_device_train_batch_size": 8}))
+    trial.train(directory, model)
+    run = read_run(directory)
+    assert run.values("routing/unreplayed") == [0.0 if replays else 1.0]
+    layers = [run.values(f"routing/by_layer/{layer}")[0] for layer in (0, 1)]
+    assert min(layers) > 0 and run.values("routing/differs") == [pytest.approx(fmean(layers))]

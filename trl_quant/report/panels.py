@@ -130,6 +130,12 @@ TOPICS = {
             log=True,
             prefix="mismatch/by_age/",
         ),
+        Panel(
+            "Rerouted tokens",
+            "In a mixture: share that the trainer's router would send to other experts than the sampler did.",
+            "share",
+            {"all layers": "routing/differs"},
+        ),
         Panel("Age", "Of the returned tokens.", "generations", {"mean": "rollouts/age", "oldest": "rollouts/age_max"}),
         Panel("Largest weight", "Before the cap.", "weight", {"max w": "mismatch/max_weight"}, log=True),
         Panel("Effective sample size", "What weighting leaves of the samples.", "share", {"ESS": "mismatch/ess_ratio"}),
