@@ -5,6 +5,7 @@ from .frozen import FrozenLinear
 from .linear import QuantLinear
 from .quantized import EngineLinear, EngineWeight, engine_weight, held_vllm_linear, quantized_linear, vllm_linear
 from .unified import SampledLinear, UnifiedLinear, share_scale
+from .unified_experts import UnifiedExperts
 
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "QuantLinear",
     "SampledLinear",
     "UnheldExperts",
+    "UnifiedExperts",
     "UnifiedLinear",
     "engine_weight",
     "held_vllm_linear",

@@ -109,6 +109,12 @@ def sampled_linears(model: nn.Module) -> dict[str, LinearLayer]:
     return found
 
 
+def places_of_modules(layers: dict[str, LinearLayer]) -> list[str]:
+    """Returns the paths of the modules of `layers`, of which experts in one tensor have that of their layer."""
+    own = (place.rpartition(".")[0] if layer.holds_experts else place for place, layer in layers.items())
+    return list(dict.fromkeys(own))
+
+
 def dense_linears(model: nn.Module) -> dict[str, LinearLayer]:
     """
     As [`linears`], for models without experts.

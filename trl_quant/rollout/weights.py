@@ -6,8 +6,9 @@ read the same weights in the same order. Nothing here writes to the policy.
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 from accelerate import Accelerator
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ..formats import QuantizedTensor
-from ..layers import FrozenLinear, UnifiedLinear
+from ..layers import FrozenLinear, UnifiedExperts, UnifiedLinear
 from ..models.linears import LinearLayer, sampled_linears
 from ..models.names import clean_name
 from ..policy.adapters import UnifiedLoraLinear, delta_weight
@@ -143,16 +144,30 @@ class PolicyWeights:
                 continue
             if isinstance(module, UnifiedLoraLinear) and module.merges:
                 adapted = f"{path}."
-            elif not isinstance(module, UnifiedLinear) or (adapted and path.startswith(adapted)):
+            elif not isinstance(module, UnifiedLinear | UnifiedExperts) or (adapted and path.startswith(adapted)):
                 continue
             if base_layer(module).precision == precision:
                 found[clean_name(path)] = module
         return found
 
+    def quantized_weights(self, precision: str) -> dict[str, Callable[[], QuantizedTensor]]:
+        """
+        Returns, by the names of the weights that the layers of [`unified`] quantize, functions that return them
+        quantized.
+        """
+        found = {}
+        for name, layer in self.unified(precision).items():
+            if isinstance(layer, UnifiedExperts):
+                leaves = dict(layer.named_parameters(recurse=False))
+                found |= {f"{name}.{leaf}": partial(layer.codes, leaf) for leaf in leaves}
+            else:
+                found[f"{name}.weight"] = partial(self.quantized_weight, layer)
+        return found
+
     def quantized_weight(self, layer: nn.Module) -> QuantizedTensor:
         """
-        Returns the quantized weight that a layer of [`unified`] computes with, including an adapter that is merged into
-        it. A sharded layer is gathered and quantized again at each call, with the same result on each rank.
+        Returns the quantized weight that a linear layer of [`unified`] computes with, including an adapter that is
+        merged into it. A sharded layer is gathered and quantized again at each call, with the same result on each rank.
         """
         with self.whole(layer):
             return layer.codes()
@@ -163,7 +178,7 @@ class PolicyWeights:
         cached weight may be stale.
         """
         for module in self.model.modules():
-            if isinstance(module, UnifiedLinear):
+            if isinstance(module, UnifiedLinear | UnifiedExperts):
                 module.forget()
 
     def outside_base(self) -> Iterator[tuple[str, Tensor]]:

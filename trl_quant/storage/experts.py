@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from ..formats import QuantizedTensor
 from ..models.families import EXPERT_PARTS, ROUTER
 from ..models.linears import is_mixtures
 from ..models.names import clean_name
@@ -32,7 +33,9 @@ class NamesOnDisk:
         self.policy = policy
         self._numbers: dict[str, dict[str, int]] = {}  # name in memory -> names on disk -> numbers of the matrices
 
-    def stream(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def stream(
+        self, weights: Iterable[tuple[str, Tensor | QuantizedTensor]]
+    ) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
         """Yields `weights`, with those of [`with_buffers`], under their names on disk."""
         for name, tensor in self.with_buffers(weights):
             if not is_mixtures(name):
@@ -40,13 +43,12 @@ class NamesOnDisk:
                 continue
             parts = EXPERT_PARTS.get(name.rpartition(".")[2], 1)
             for on_disk, number in self._numbered(name, tensor, parts).items():
-                if tensor.ndim < 3:
-                    yield on_disk, tensor
-                    continue
-                expert, part = divmod(number, parts)
-                yield on_disk, tensor[expert].chunk(parts)[part]
+                is_of_experts = len(tensor.shape) == 3
+                yield on_disk, _matrix(tensor, *divmod(number, parts), parts) if is_of_experts else tensor
 
-    def with_buffers(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def with_buffers(
+        self, weights: Iterable[tuple[str, Tensor | QuantizedTensor]]
+    ) -> Iterator[tuple[str, Tensor | QuantizedTensor]]:
         """Yields `weights`, and after a router's its buffers, such as GLM-4's `e_score_correction_bias`."""
         for name, tensor in weights:
             yield name, tensor
@@ -55,11 +57,19 @@ class NamesOnDisk:
                 for leaf, buffer in self.policy.get_submodule(place).named_buffers():
                     yield clean_name(f"{place}.{leaf}"), buffer  # PEFT may wrap the router
 
-    def _numbered(self, name: str, tensor: Tensor, parts: int) -> dict[str, int]:
+    def _numbered(self, name: str, tensor: Tensor | QuantizedTensor, parts: int) -> dict[str, int]:
         """Returns the numbers of the matrices in a tensor by their names on disk: expert by expert, gate before up."""
         if name not in self._numbers:
-            experts = len(tensor) if tensor.ndim == 3 else 1
+            is_of_experts = len(tensor.shape) == 3
+            experts = tensor.shape[0] if is_of_experts else 1
             numbers = torch.arange(experts * parts).view(experts, parts, 1)
-            found = revert_weight_conversion(self.policy, {name: numbers if tensor.ndim == 3 else numbers[0]})
+            found = revert_weight_conversion(self.policy, {name: numbers if is_of_experts else numbers[0]})
             self._numbers[name] = dict(sorted(((n, x.item()) for n, x in found.items()), key=lambda item: item[1]))
         return self._numbers[name]
+
+
+def _matrix(tensor: Tensor | QuantizedTensor, expert: int, part: int, parts: int) -> Tensor | QuantizedTensor:
+    """Returns one of the `parts` that the matrix of an expert joins, (rows, in), of a tensor (experts, out, in)."""
+    rows = tensor.shape[1] // parts
+    of_part = slice(part * rows, (part + 1) * rows)
+    return tensor[expert][of_part] if isinstance(tensor, Tensor) else tensor.expert(expert).rows(of_part)

@@ -223,21 +223,24 @@ class VLLMBase(RolloutEngine):
         over it. `measured` says whether the drift is measured on the way.
         """
         placeholders = self.quantized_in_training(measured) if self.travels_quantized else ()
-        weights = self.names_on_disk.stream(self._watched(self.policy_stream(placeholders), measured))
+        weights = self._watched(self.policy_stream(placeholders), measured)
         if not self.travels_quantized:
-            return weights
+            return self.names_on_disk.stream(weights)
+        weights = self.names_on_disk.stream(self.quantized_as_trained(weights))
         if self.on_cpu:
             return self._quantized(weights, **self.quantizers)
         unchecked = self.quantizers | {"quantizer": partial(self.quantizers["quantizer"], check=False)}
         return self._flagged(self._quantized(weights, **unchecked))
 
-    def _quantized(self, weights: Iterable[tuple[str, Tensor]], **quantizers) -> Iterator[tuple[str, Tensor]]:
+    def _quantized(
+        self, weights: Iterable[tuple[str, Tensor | QuantizedTensor]], **quantizers
+    ) -> Iterator[tuple[str, Tensor]]:
         """Streams weights in the engine's quantized layout. A policy that trains in it provides codes and scales."""
         format = PRECISIONS[self.precision].format
         if not self.weights.unified(self.precision):
             yield from checkpoint_stream(weights, format, self.ignore, **quantizers)
             return
-        for name, tensor in self.quantized_as_trained(weights):
+        for name, tensor in weights:
             if isinstance(tensor, QuantizedTensor):
                 yield from checkpoint_tensors(name, tensor).items()
             else:

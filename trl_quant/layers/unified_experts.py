@@ -1,0 +1,229 @@
+r"""
+The experts of a mixture that trains in the precision of its sampler: what [`unified`] does for linear layers.
+
+    y_t = sum over the k experts e of t:  g_te  down_e(act(gate_e(x_t)) * up_e(x_t))
+
+    Y_e  = Q(X_e) Q(W_e)^T          gate and up as one matrix, and down
+    dX_e = dY_e Q(W_e)              straight through the roundings
+    dW_e = dY_e^T Q(X_e)
+
+| symbol | here | shape |
+|---|---|---|
+| `x_t`, `g_te` | a token, and the router's weight of one of its experts | (H,), a number |
+| `W_e` | gate over up, a master weight in `gate_up_proj`; down, in `down_proj` | (2 I, H); (H, I) |
+| `Q(W_e)` | codes, with scales of the expert's own | |
+| `X_e`, `Y_e` | inputs and outputs of the tokens that reach the expert | |
+
+Tokens are quantized once, whatever the number of their experts. Then their codes are sorted by expert, so that
+[`grouped`] can multiply all experts in one call. Each token adds up its experts' outputs in the order in which its
+router chose them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..formats import QuantizedTensor
+from ..precisions import PRECISIONS, experts_flows
+from . import eager
+from .gated import silu_mul
+from .grouped import grouped_input_gradient, grouped_product, grouped_weight_gradient
+from .inputs import autocast_dtype, state_of
+from .unified import quantize_weight
+
+
+class UnifiedExperts(nn.Module):
+    """
+    The experts of one layer, which compute as an engine's do. The master weights stay the parameters of the module that
+    this one replaces: their names, types and places in checkpoints are the same, and the optimizer updates them.
+
+    As in [`~layers.UnifiedLinear`], a weight is quantized again after a write, and code that writes past torch's
+    version counter must call [`~UnifiedExperts.forget`].
+
+    Parameters:
+        experts (`nn.Module`): transformers' experts: gated MLPs without biases, in tensors (experts, out, in).
+        precision (`str`): Key of `PRECISIONS`, one of [`~precisions.experts_flows`].
+        is_silu (`bool`, *optional*, defaults to `False`):
+            Whether the activation is SiLU, which is then computed in one pass with the quantizer that follows.
+
+    Attributes:
+        rounds_to (`torch.dtype` or `None`): As in [`~layers.UnifiedLinear`].
+        moves_unseen (`bool`): As in [`~layers.QuantLinear`].
+
+    Raises:
+        ValueError: Another precision.
+    """
+
+    rounds_to: torch.dtype | None = None
+    moves_unseen = False
+
+    def __init__(self, experts: nn.Module, precision: str, is_silu: bool = False):
+        super().__init__()
+        allowed = experts_flows()
+        if precision not in allowed:
+            raise ValueError(f"precision: {precision!r} cannot be that of experts; allowed: {', '.join(allowed)}.")
+        self.precision, self.format = precision, PRECISIONS[precision].format
+        self.config, self.num_experts = experts.config, experts.num_experts
+        self.act_fn, self.is_silu = experts.act_fn, is_silu
+        self.gate_up_proj, self.down_proj = experts.gate_up_proj, experts.down_proj
+        self.train(experts.training)
+        object.__setattr__(self, "experts", experts)  # not as a child, whose parameters would count twice
+        self.forget()
+
+    def plain(self) -> nn.Module:
+        """Returns the experts that this module replaces, with the present weights."""
+        self.experts.gate_up_proj, self.experts.down_proj = self.gate_up_proj, self.down_proj
+        return self.experts.train(self.training)
+
+    def codes(self, leaf: str) -> QuantizedTensor:
+        """
+        Returns the quantized weight (experts, out, in) of the tensor called `leaf`. It is computed once, and again
+        after a write.
+        """
+        weight = getattr(self, leaf)
+        made_of = state_of(weight)
+        held, held_of = self._codes.get(leaf, (None, None))
+        if held is None or made_of != held_of or self.moves_unseen:
+            held = None
+            self._codes.pop(leaf, None)  # frees the old codes before the new ones take memory
+            with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
+                held = quantize_weight(weight.detach().to(self.rounds_to or weight.dtype), self.format)
+            self._codes[leaf] = held, made_of
+        return held
+
+    def forget(self) -> None:
+        """Drops the codes, so that weights are quantized again when they are next needed."""
+        self._codes: dict[str, tuple[QuantizedTensor, tuple]] = {}
+
+    def _apply(self, fn, recurse=True):
+        self.forget()  # the version counter misses the writes of `.to()`
+        return super()._apply(fn, recurse)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """
+        Maps tokens (T, H) to the sums (T, H) of their experts' outputs.
+
+        Args:
+            hidden_states (`torch.Tensor`): (T, H).
+            top_k_index, top_k_weights (`torch.Tensor`): (T, k), the experts of each token and their weights.
+        """
+        if isinstance(self.gate_up_proj, nn.Module) or isinstance(self.down_proj, nn.Module):
+            # A check has put an engine's experts in the place of the tensors
+            return type(self.experts).forward(self, hidden_states, top_k_index, top_k_weights)
+        sorting = Sorting.by_expert(top_k_index, self.num_experts)
+        gate, up = self._product(hidden_states, "gate_up_proj", sorting, parts=2, gathers=True)
+        if self.is_silu:
+            y = silu_mul(gate, up, self.precision, self._trains("down_proj"))
+        else:
+            y = self.act_fn(gate) * up
+        (y,) = self._product(y, "down_proj", sorting)
+        y = sorting.by_token(y) * top_k_weights.unsqueeze(-1)  # (T, k, H)
+        return y.sum(1).to(hidden_states.dtype)
+
+    def _product(
+        self, x: Tensor, leaf: str, sorting: "Sorting", parts: int = 1, gathers: bool = False
+    ) -> tuple[Tensor, ...]:
+        """
+        Multiplies rows that are sorted by expert, or with `gathers` tokens that are not, with the tensor called `leaf`.
+        Returns the outputs of each of the `parts` that its matrices join.
+        """
+        weight = getattr(self, leaf)
+        constants = _Constants(
+            autocast_dtype(x, weight.shape[2]),
+            self.format,
+            lambda: self.codes(leaf),
+            [weight.shape[1] // parts] * parts,
+            self._trains(leaf),
+            gathers,
+        )
+        return _Experts.apply(x, weight, constants, *sorting)
+
+    def _trains(self, leaf: str) -> bool:
+        return getattr(self, leaf).requires_grad and torch.is_grad_enabled()
+
+    def extra_repr(self) -> str:
+        shapes = ", ".join(f"{name}={tuple(weight.shape)}" for name, weight in self.named_parameters(recurse=False))
+        return f"{shapes}, precision={self.precision!r}"
+
+
+class Sorting(NamedTuple):
+    """
+    The pairs of a token and one of its k experts, sorted by expert.
+
+    Attributes:
+        tokens (`torch.Tensor`): (T k,), the token of each row, where rows are sorted by expert, then by token.
+        places (`torch.Tensor`): (T, k), the row of each pair.
+        ends (`torch.Tensor`): (E,), int32, the end of each expert's rows.
+    """
+
+    tokens: Tensor
+    places: Tensor
+    ends: Tensor
+
+    @classmethod
+    def by_expert(cls, chosen: Tensor, experts: int) -> "Sorting":
+        """Sorts the pairs of `chosen` experts (T, k)."""
+        order = chosen.flatten().argsort(stable=True)
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order), device=order.device)
+        counts = (chosen.flatten().unsqueeze(-1) == torch.arange(experts, device=chosen.device)).sum(0)
+        return cls(order // chosen.shape[1], places.view_as(chosen), counts.cumsum(0).to(torch.int32))
+
+    def by_token(self, rows: Tensor) -> Tensor:
+        """Returns rows (T k, n) as (T, k, n)."""
+        return rows[self.places]
+
+
+class _Constants(NamedTuple):
+    """
+    The arguments of a product that are not tensors. `sizes` are the outputs of each part; `gathers` says whether the
+    inputs are tokens, and not rows that are sorted already.
+    """
+
+    dtype: torch.dtype
+    format: str
+    weight: Callable[[], QuantizedTensor]
+    sizes: Sequence[int]
+    trains: bool
+    gathers: bool
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, constants, *sorting):
+        tokens, _, ends = sorting
+        q, for_backward = eager.quantized(x, constants.dtype, constants.format, both=constants.trains)
+        rows = _gathered(q, tokens) if constants.gathers else q
+        # Y_e (T_e, out) = Q(X_e) (T_e, in) @ Q(W_e)^T (in, out)
+        y = grouped_product(rows, constants.weight(), ends, constants.dtype)
+        kept = (for_backward.values, for_backward.scale) if constants.trains else ()
+        ctx.constants, ctx.shape, ctx.weight_dtype = constants, x.shape, weight.dtype
+        ctx.save_for_backward(*sorting, *kept)
+        return tuple(y.split_with_sizes(constants.sizes, 1))
+
+    @staticmethod
+    def backward(ctx, *dys):
+        constants, (tokens, places, ends, *kept) = ctx.constants, ctx.saved_tensors
+        dy, dx, dw = eager.side_by_side(list(dys)), None, None
+        if ctx.needs_input_grad[0]:
+            # dX_e (T_e, in) = dY_e (T_e, out) @ Q(W_e) (out, in)
+            dx = grouped_input_gradient(dy, constants.weight(), ends)
+            if constants.gathers:  # the sum over the experts of each token
+                dx = dx[places].sum(1)
+            dx = dx.view(ctx.shape)
+        if kept:
+            codes, scale = kept
+            x = eager.dequantize(QuantizedTensor(constants.format, codes, scale, codes.shape, dy.dtype))
+            x = x[tokens] if constants.gathers else x
+            # dW_e (out, in) = dY_e^T (out, T_e) @ Q(X_e) (T_e, in)
+            dw = grouped_weight_gradient(dy, x, ends).to(ctx.weight_dtype)
+        return dx, dw, None, None, None, None
+
+
+def _gathered(q: QuantizedTensor, tokens: Tensor) -> QuantizedTensor:
+    """Returns the codes and scales of rows, each those of a token."""
+    values = q.values.view(torch.uint8)[tokens].view(q.values.dtype)  # torch does not index FP8 everywhere
+    return replace(q, values=values, scale=q.scale[tokens], shape=values.shape)
