@@ -22,14 +22,15 @@ class DenseExperts(nn.Module):
             self.layers.append(made)
 
     def forward(self, hidden, chosen, weights):
-        y = torch.zeros_like(hidden)
+        hidden = hidden.clone()  # so that the experts' gradients add up before they meet those of a shared expert
+        y = torch.zeros_like(hidden, dtype=torch.promote_types(hidden.dtype, weights.dtype))
         for expert, (gate, up, down) in enumerate(self.layers):
             tokens, places = torch.where(chosen == expert)
             if len(tokens):
                 x = hidden[tokens]
                 out = down(F.silu(gate(x)) * up(x)) * weights[tokens, places, None]
-                y = y.index_add(0, tokens, out.to(y.dtype))
-        return y
+                y = y.index_add(0, tokens, out)
+        return y.to(hidden.dtype)
 
     def stacked(self, of) -> tuple[torch.Tensor, torch.Tensor]:
         """A tensor of each layer, such as its gradient, as the two tensors of all experts."""
