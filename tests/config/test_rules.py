@@ -430,12 +430,6 @@ CASES = {
             assigned={"is_adapted": True},
         ),
         Case(
-            "with FSDP2, which was not shown with a mixture",
-            fields={"train_precision": "fp8"},
-            model=tiny("qwen3_moe"),
-            assigned={"fsdp_plugin_args": {"fsdp_version": 2}},
-        ),
-        Case(
             "was not tried in a compiled model",
             fields={"train_precision": "fp8"},
             model=tiny("qwen3_moe"),

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from trl_quant.formats import quantize
-from trl_quant.layers import UnheldExperts, UnifiedExperts, grouped, unified
+from trl_quant.layers import SampledExperts, UnheldExperts, UnifiedExperts, grouped, unified
 from trl_quant.layers.grouped import grouped_input_gradient, grouped_product, grouped_weight_gradient
 from trl_quant.layers.products import input_gradient, product
 from trl_quant.layers.quantizers import quantize_gradient, quantize_input
@@ -86,18 +86,19 @@ def same(ours, theirs):
 def test_outputs_and_gradients_are_those_of_dense_layers(dtype, reached):
     """Bit for bit with two experts a token, whose sum has no order; and far from those of the weights themselves."""
     experts, args = Eager(dtype), given(dtype, reached)
-    ours, dense = of_experts(UnifiedExperts(experts, "fp8"), *args), of_dense(DenseExperts(experts), *args)
+    dense, plain = of_dense(DenseExperts(experts), *args), of_experts(experts, *args)
+    ours = of_experts(UnifiedExperts(experts, "fp8"), *args)
     same(ours, dense)
     assert (ours[3][reached:] == 0).all() and (ours[3][:reached].flatten(1).norm(dim=1) > 0).all()
-    for one, plain in zip(ours, of_experts(experts, *args), strict=True):
-        distance = (one - plain).double().norm() / plain.double().norm()
+    for one, other in zip(ours, plain, strict=True):
+        distance = (one - other).double().norm() / other.double().norm()
         assert 4e-3 < distance < 0.12
 
 
 def test_many_experts_of_a_token_add_up_once_rounded():
     """In FP32 before the result is rounded to BF16, where a loop over experts rounds after each."""
     experts, args = Eager(torch.bfloat16), given(torch.bfloat16, chosen=5)
-    module, dense = UnifiedExperts(experts, "fp8"), DenseExperts(experts)
+    dense, module = DenseExperts(experts), UnifiedExperts(experts, "fp8")
     wide = [tensor.float() for tensor in of_dense(dense, *args)[:2]]
     ours = [tensor.float() for tensor in of_experts(module, *args)[:2]]
     exact = torch.zeros(TOKENS, HIDDEN)
@@ -111,8 +112,8 @@ def test_many_experts_of_a_token_add_up_once_rounded():
 @pytest.mark.parametrize("activation", [nn.GELU(), nn.SiLU()])
 def test_another_activation(activation):
     experts, args = Eager(activation=activation), given()
-    ours = of_experts(UnifiedExperts(experts, "fp8", is_silu=isinstance(activation, nn.SiLU)), *args)
     plain = of_experts(experts, *args)
+    ours = of_experts(UnifiedExperts(experts, "fp8", is_silu=isinstance(activation, nn.SiLU)), *args)
     assert all((one - other).norm() < 0.12 * other.norm() for one, other in zip(ours, plain, strict=True))
 
 
@@ -172,19 +173,25 @@ def test_weights_are_quantized_once_a_step_and_after_each_write(monkeypatch):
 
 def test_it_keeps_the_parameters_and_gives_them_back():
     experts, args = Eager(), given()
+    own = dict(experts.named_parameters())
     module = UnifiedExperts(experts, "fp8")
-    assert module.state_dict().keys() == experts.state_dict().keys()
-    assert module.gate_up_proj is experts.gate_up_proj and len([*module.parameters()]) == 2
+    assert dict(module.named_parameters()) == own and not [*experts.parameters()]
     other = copy.deepcopy(module)
     module(*args)
-    other.load_state_dict({name: 2 * tensor for name, tensor in experts.state_dict().items()})
+    other.load_state_dict({name: 2 * tensor for name, tensor in own.items()})
     assert torch.equal(other(*args), DenseExperts(other)(*args))
     module.down_proj = nn.Parameter(module.down_proj.detach() * 3)
     plain = module.plain()
-    assert plain is experts and plain.down_proj is module.down_proj
+    assert plain is experts and plain.down_proj is module.down_proj and plain.gate_up_proj is own["gate_up_proj"]
+    held = SampledExperts(plain, "fp8")
+    for leaf in own:
+        held.load(leaf, module.codes(leaf))
+    assert torch.equal(held(*args), module(*args)) and not [*held.parameters()]
+    held.load("down_proj", own["down_proj"].detach())  # values
+    assert not torch.equal(held(*args), module(*args))
     for precision in set(unified_flows()) - set(experts_flows()):
         with pytest.raises(ValueError, match="cannot be that of experts; allowed: fp8"):
-            UnifiedExperts(experts, precision)
+            UnifiedExperts(Eager(), precision)
 
 
 def test_a_check_may_put_an_engines_experts_in_place_of_the_tensors():
@@ -259,7 +266,7 @@ def test_a_gradient_has_the_scales_of_its_own_expert():
 def test_what_one_call_multiplies(monkeypatch):
     """On Hopper alone, in BF16, with sizes in sixteens; what it is called with gives the loop's results."""
     experts, args, calls = Eager(torch.bfloat16), given(torch.bfloat16), []
-    before = of_experts(UnifiedExperts(experts, "fp8"), *args)
+    before = of_experts(UnifiedExperts(Eager(torch.bfloat16), "fp8"), *args)
 
     def in_one_call(a, b, scale_a, kind_a, scale_b, kind_b, offs, output_dtype, use_fast_accum):
         calls.append((kind_a, kind_b, use_fast_accum))
@@ -271,7 +278,7 @@ def test_what_one_call_multiplies(monkeypatch):
 
     monkeypatch.setattr(grouped, "multiplies_groups", lambda x: True)
     monkeypatch.setattr(F, "scaled_grouped_mm", in_one_call)
-    of_experts(UnifiedExperts(experts, "fp8"), *args)
+    of_experts(UnifiedExperts(Eager(torch.bfloat16), "fp8"), *args)
     assert len(calls) == 2  # gate and up are 80 wide together, and the 40 inputs of down are no multiple of 16
     calls.clear()
     experts.gate_up_proj = nn.Parameter(F.pad(experts.gate_up_proj.detach(), (0, 0, 0, 16)))

@@ -5,7 +5,7 @@ from .frozen import FrozenLinear
 from .linear import QuantLinear
 from .quantized import EngineLinear, EngineWeight, engine_weight, held_vllm_linear, quantized_linear, vllm_linear
 from .unified import SampledLinear, UnifiedLinear, share_scale
-from .unified_experts import UnifiedExperts
+from .unified_experts import QuantExperts, SampledExperts, UnifiedExperts
 
 
 __all__ = [
@@ -13,7 +13,9 @@ __all__ = [
     "EngineLinear",
     "EngineWeight",
     "FrozenLinear",
+    "QuantExperts",
     "QuantLinear",
+    "SampledExperts",
     "SampledLinear",
     "UnheldExperts",
     "UnifiedExperts",

@@ -19,8 +19,9 @@ Tokens are quantized once, whatever the number of their experts. Then their code
 router chose them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -35,13 +36,9 @@ from .inputs import autocast_dtype, state_of
 from .unified import quantize_weight
 
 
-class UnifiedExperts(nn.Module):
+class QuantExperts(nn.Module):
     """
-    The experts of one layer, which compute as an engine's do. The master weights stay the parameters of the module that
-    this one replaces: their names, types and places in checkpoints are the same, and the optimizer updates them.
-
-    As in [`~layers.UnifiedLinear`], a weight is quantized again after a write, and code that writes past torch's
-    version counter must call [`~UnifiedExperts.forget`].
+    The experts of one layer, which compute as an engine's do. A subclass says where their codes come from.
 
     Parameters:
         experts (`nn.Module`): transformers' experts: gated MLPs without biases, in tensors (experts, out, in).
@@ -49,16 +46,9 @@ class UnifiedExperts(nn.Module):
         is_silu (`bool`, *optional*, defaults to `False`):
             Whether the activation is SiLU, which is then computed in one pass with the quantizer that follows.
 
-    Attributes:
-        rounds_to (`torch.dtype` or `None`): As in [`~layers.UnifiedLinear`].
-        moves_unseen (`bool`): As in [`~layers.QuantLinear`].
-
     Raises:
         ValueError: Another precision.
     """
-
-    rounds_to: torch.dtype | None = None
-    moves_unseen = False
 
     def __init__(self, experts: nn.Module, precision: str, is_silu: bool = False):
         super().__init__()
@@ -68,39 +58,15 @@ class UnifiedExperts(nn.Module):
         self.precision, self.format = precision, PRECISIONS[precision].format
         self.config, self.num_experts = experts.config, experts.num_experts
         self.act_fn, self.is_silu = experts.act_fn, is_silu
-        self.gate_up_proj, self.down_proj = experts.gate_up_proj, experts.down_proj
         self.train(experts.training)
-        object.__setattr__(self, "experts", experts)  # not as a child, whose parameters would count twice
-        self.forget()
-
-    def plain(self) -> nn.Module:
-        """Returns the experts that this module replaces, with the present weights."""
-        self.experts.gate_up_proj, self.experts.down_proj = self.gate_up_proj, self.down_proj
-        return self.experts.train(self.training)
 
     def codes(self, leaf: str) -> QuantizedTensor:
-        """
-        Returns the quantized weight (experts, out, in) of the tensor called `leaf`. It is computed once, and again
-        after a write.
-        """
-        weight = getattr(self, leaf)
-        made_of = state_of(weight)
-        held, held_of = self._codes.get(leaf, (None, None))
-        if held is None or made_of != held_of or self.moves_unseen:
-            held = None
-            self._codes.pop(leaf, None)  # frees the old codes before the new ones take memory
-            with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
-                held = quantize_weight(weight.detach().to(self.rounds_to or weight.dtype), self.format)
-            self._codes[leaf] = held, made_of
-        return held
+        """Returns the quantized weight (experts, out, in) of the tensor called `leaf`."""
+        raise NotImplementedError
 
-    def forget(self) -> None:
-        """Drops the codes, so that weights are quantized again when they are next needed."""
-        self._codes: dict[str, tuple[QuantizedTensor, tuple]] = {}
-
-    def _apply(self, fn, recurse=True):
-        self.forget()  # the version counter misses the writes of `.to()`
-        return super()._apply(fn, recurse)
+    def master(self, leaf: str) -> Tensor | None:
+        """Returns the weight that may get a gradient; `None` if there is none."""
+        return None
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """
@@ -110,9 +76,6 @@ class UnifiedExperts(nn.Module):
             hidden_states (`torch.Tensor`): (T, H).
             top_k_index, top_k_weights (`torch.Tensor`): (T, k), the experts of each token and their weights.
         """
-        if isinstance(self.gate_up_proj, nn.Module) or isinstance(self.down_proj, nn.Module):
-            # A check has put an engine's experts in the place of the tensors
-            return type(self.experts).forward(self, hidden_states, top_k_index, top_k_weights)
         sorting = Sorting.by_expert(top_k_index, self.num_experts)
         gate, up = self._product(hidden_states, "gate_up_proj", sorting, parts=2, gathers=True)
         if self.is_silu:
@@ -130,23 +93,102 @@ class UnifiedExperts(nn.Module):
         Multiplies rows that are sorted by expert, or with `gathers` tokens that are not, with the tensor called `leaf`.
         Returns the outputs of each of the `parts` that its matrices join.
         """
-        weight = getattr(self, leaf)
-        constants = _Constants(
-            autocast_dtype(x, weight.shape[2]),
-            self.format,
-            lambda: self.codes(leaf),
-            [weight.shape[1] // parts] * parts,
-            self._trains(leaf),
-            gathers,
-        )
-        return _Experts.apply(x, weight, constants, *sorting)
+        weight, dtype = partial(self.codes, leaf), autocast_dtype(x, x.shape[-1])
+        constants = _Constants(dtype, self.format, weight, parts, self._trains(leaf), gathers)
+        return _Experts.apply(x, self.master(leaf), constants, *sorting)
 
     def _trains(self, leaf: str) -> bool:
-        return getattr(self, leaf).requires_grad and torch.is_grad_enabled()
+        weight = self.master(leaf)
+        return weight is not None and weight.requires_grad and torch.is_grad_enabled()
 
     def extra_repr(self) -> str:
-        shapes = ", ".join(f"{name}={tuple(weight.shape)}" for name, weight in self.named_parameters(recurse=False))
-        return f"{shapes}, precision={self.precision!r}"
+        return f"{self.num_experts}, precision={self.precision!r}"
+
+
+class UnifiedExperts(QuantExperts):
+    """
+    Experts that train. The master weights are the parameters of the module that this one replaces: their names, types
+    and places in checkpoints are the same, and the optimizer updates them.
+
+    As in [`~layers.UnifiedLinear`], a weight is quantized again after a write, and code that writes past torch's
+    version counter must call [`~UnifiedExperts.forget`]. Codes are freed with the tensor from which they were computed.
+
+    Parameters:
+        args, kwargs: As in [`QuantExperts`]. The replaced module gives up its tensors.
+
+    Attributes:
+        rounds_to (`torch.dtype` or `None`): As in [`~layers.UnifiedLinear`].
+        moves_unseen (`bool`): As in [`~layers.QuantLinear`].
+    """
+
+    rounds_to: torch.dtype | None = None
+    moves_unseen = False
+
+    def __init__(self, experts: nn.Module, *args, **kwargs):
+        super().__init__(experts, *args, **kwargs)
+        self.gate_up_proj, self.down_proj = experts.gate_up_proj, experts.down_proj
+        experts.gate_up_proj = experts.down_proj = None  # FSDP2 shards them, and the whole tensors must not live on
+        object.__setattr__(self, "replaced", experts)  # not as a child
+        self.forget()
+
+    def plain(self) -> nn.Module:
+        """Returns the experts that this module replaces, with the present weights."""
+        self.replaced.gate_up_proj, self.replaced.down_proj = self.gate_up_proj, self.down_proj
+        return self.replaced.train(self.training)
+
+    def codes(self, leaf: str) -> QuantizedTensor:
+        """As [`QuantExperts.codes`]. The codes are computed once, and again after a write."""
+        weight = getattr(self, leaf)
+        made_of = state_of(weight)
+        held, held_of = self._codes.get(leaf, (None, None))
+        if held is None or made_of != held_of or self.moves_unseen:
+            held = None
+            self._codes.pop(leaf, None)  # frees the old codes before the new ones take memory
+            with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
+                held = quantize_weight(weight.detach().to(self.rounds_to or weight.dtype), self.format)
+            self._codes[leaf] = held, made_of
+        return held
+
+    def master(self, leaf: str) -> Tensor:
+        return getattr(self, leaf)
+
+    def forget(self) -> None:
+        """Drops the codes, so that weights are quantized again when they are next needed."""
+        self._codes: dict[str, tuple[QuantizedTensor, tuple]] = {}
+
+    def __setattr__(self, name: str, value) -> None:
+        if isinstance(value, nn.Parameter):
+            self.forget()  # FSDP2 sets other tensors when it gathers weights, and when it frees them
+        super().__setattr__(name, value)
+
+    def _apply(self, fn, recurse=True):
+        self.forget()  # the version counter misses the writes of `.to()`
+        return super()._apply(fn, recurse)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if isinstance(self.gate_up_proj, nn.Module) or isinstance(self.down_proj, nn.Module):
+            # A check has put an engine's experts in the place of the tensors
+            return type(self.replaced).forward(self, hidden_states, top_k_index, top_k_weights)
+        return super().forward(hidden_states, top_k_index, top_k_weights)
+
+
+class SampledExperts(QuantExperts):
+    """The forward pass of [`UnifiedExperts`], without a backward pass. It holds the codes, and not the weights."""
+
+    def __init__(self, experts: nn.Module, *args, **kwargs):
+        super().__init__(experts, *args, **kwargs)
+        self._codes: dict[str, QuantizedTensor] = {}
+
+    def load(self, leaf: str, weight: Tensor | QuantizedTensor) -> None:
+        """Takes new weights (experts, out, in): codes of [`UnifiedExperts.codes`], or values that it quantizes."""
+        self._codes.pop(leaf, None)  # frees the old codes first
+        if isinstance(weight, Tensor):
+            with torch.autocast(weight.device.type, enabled=False):
+                weight = quantize_weight(weight, self.format)
+        self._codes[leaf] = weight
+
+    def codes(self, leaf: str) -> QuantizedTensor:
+        return self._codes[leaf]
 
 
 class Sorting(NamedTuple):
@@ -179,14 +221,14 @@ class Sorting(NamedTuple):
 
 class _Constants(NamedTuple):
     """
-    The arguments of a product that are not tensors. `sizes` are the outputs of each part; `gathers` says whether the
-    inputs are tokens, and not rows that are sorted already.
+    The arguments of a product that are not tensors. `parts` is the number of matrices that each expert's joins, and
+    `gathers` says whether the inputs are tokens, and not rows that are sorted already.
     """
 
     dtype: torch.dtype
     format: str
     weight: Callable[[], QuantizedTensor]
-    sizes: Sequence[int]
+    parts: int
     trains: bool
     gathers: bool
 
@@ -200,9 +242,10 @@ class _Experts(torch.autograd.Function):
         # Y_e (T_e, out) = Q(X_e) (T_e, in) @ Q(W_e)^T (in, out)
         y = grouped_product(rows, constants.weight(), ends, constants.dtype)
         kept = (for_backward.values, for_backward.scale) if constants.trains else ()
-        ctx.constants, ctx.shape, ctx.weight_dtype = constants, x.shape, weight.dtype
+        ctx.constants, ctx.shape = constants, x.shape
+        ctx.weight_dtype = None if weight is None else weight.dtype
         ctx.save_for_backward(*sorting, *kept)
-        return tuple(y.split_with_sizes(constants.sizes, 1))
+        return y.chunk(constants.parts, 1)
 
     @staticmethod
     def backward(ctx, *dys):

@@ -98,7 +98,7 @@ def _unify_experts(model: nn.Module, name: str, precision: str, rounds_to: torch
             f"`train_precision`={precision!r} quantizes experts as they are, and `{clean_name(name)}` has an adapter "
             "(`target_parameters`, or `target_modules='all-linear'`). Adapt attention alone."
         )
-    layer = UnifiedExperts(experts, precision, _is_silu(experts.act_fn))
+    layer = UnifiedExperts(experts, precision, is_silu(experts.act_fn))
     layer.rounds_to = rounds_to
     model.set_submodule(name, layer)
 
@@ -159,12 +159,13 @@ def _fuse_norms(model: nn.Module, layers: dict[str, LinearLayer]) -> None:
 
 def _is_gated(module: nn.Module) -> bool:
     """Whether a module computes `down_proj(silu(gate_proj(x)) * up_proj(x))`, with a `down_proj` that is quantized."""
-    if not is_gated_mlp(module) or not _is_silu(module.act_fn):
+    if not is_gated_mlp(module) or not is_silu(module.act_fn):
         return False
     return multiplies_codes(_base(module.down_proj))
 
 
-def _is_silu(activation: nn.Module) -> bool:
+def is_silu(activation: nn.Module) -> bool:
+    """Whether an activation is SiLU, which our kernels compute."""
     return isinstance(activation, (nn.SiLU, SiLUActivation))
 
 

@@ -159,7 +159,7 @@ class PolicyWeights:
         for name, layer in self.unified(precision).items():
             if isinstance(layer, UnifiedExperts):
                 leaves = dict(layer.named_parameters(recurse=False))
-                found |= {f"{name}.{leaf}": partial(layer.codes, leaf) for leaf in leaves}
+                found |= {f"{name}.{leaf}": partial(self._quantized_experts, layer, leaf) for leaf in leaves}
             else:
                 found[f"{name}.weight"] = partial(self.quantized_weight, layer)
         return found
@@ -171,6 +171,11 @@ class PolicyWeights:
         """
         with self.whole(layer):
             return layer.codes()
+
+    def _quantized_experts(self, experts: UnifiedExperts, leaf: str) -> QuantizedTensor:
+        """As [`quantized_weight`], of the tensor called `leaf` of a layer's experts."""
+        with self.whole(experts, leaf):
+            return experts.codes(leaf)
 
     def forget_quantized_weights(self) -> None:
         """
@@ -264,13 +269,15 @@ class PolicyWeights:
         return param.data
 
     @contextmanager
-    def whole(self, layer: nn.Module) -> Iterator[None]:
+    def whole(self, layer: nn.Module, leaf: str | None = None) -> Iterator[None]:
         """
-        Context in which the parameters of a layer that FSDP2 shards are gathered: in the type of the forward pass for a
-        layer that quantizes its weight, and in their own type for any other.
+        Context in which the parameters of a layer that FSDP2 shards, or only the one called `leaf`, are gathered: in
+        the type of the forward pass for a layer that quantizes its weight, and in their own type for any other.
         """
-        sharded = [(owner, name, param) for owner, name, param in _owned(layer) if isinstance(param, DTensor)]
-        dtype = self.gathered_dtype if isinstance(base_layer(layer), UnifiedLinear) else None
+        owned = [item for item in _owned(layer) if leaf in (None, item[1])]
+        sharded = [(owner, name, param) for owner, name, param in owned if isinstance(param, DTensor)]
+        quantizes = isinstance(base_layer(layer), UnifiedLinear | UnifiedExperts)
+        dtype = self.gathered_dtype if quantizes else None
         try:
             for module, name, param in sharded:
                 setattr(module, name, nn.Parameter(self.full(param).to(dtype or param.dtype), False))

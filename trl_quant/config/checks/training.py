@@ -187,13 +187,6 @@ RULES = (
         needs="model",
     ),
     Rule(
-        ("train_precision",),
-        when=lambda run: _trains_experts(run) and run.args.fsdp_version is not None,
-        message="`train_precision`={args.train_precision!r} with FSDP2, which was not shown with a mixture of experts "
-        "whose weights are quantized. Use DDP.",
-        needs="model",
-    ),
-    Rule(
         ("train_precision", "torch_compile"),
         when=lambda run: _trains_experts(run) and run.args.torch_compile,
         message="`train_precision`={args.train_precision!r} with `torch_compile=True`: how tokens are sorted by expert "
