@@ -208,15 +208,16 @@ class Sorting(NamedTuple):
     @classmethod
     def by_expert(cls, chosen: Tensor, experts: int) -> "Sorting":
         """Sorts the pairs of `chosen` experts (T, k)."""
-        order = chosen.flatten().argsort(stable=True)
+        of_rows, order = chosen.flatten().sort(stable=True)
         places = torch.empty_like(order)
         places[order] = torch.arange(len(order), device=order.device)
-        counts = (chosen.flatten().unsqueeze(-1) == torch.arange(experts, device=chosen.device)).sum(0)
-        return cls(order // chosen.shape[1], places.view_as(chosen), counts.cumsum(0).to(torch.int32))
+        numbers = torch.arange(experts, dtype=of_rows.dtype, device=of_rows.device)
+        ends = torch.searchsorted(of_rows, numbers, right=True, out_int32=True)
+        return cls(order // chosen.shape[1], places.view_as(chosen), ends)
 
     def by_token(self, rows: Tensor) -> Tensor:
         """Returns rows (T k, n) as (T, k, n)."""
-        return rows[self.places]
+        return rows.index_select(0, self.places.flatten()).view(*self.places.shape, -1)
 
 
 class _Constants(NamedTuple):
@@ -250,17 +251,17 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *dys):
         constants, (tokens, places, ends, *kept) = ctx.constants, ctx.saved_tensors
-        dy, dx, dw = eager.side_by_side(list(dys)), None, None
+        dy, dx, dw = eager.side_by_side(list(dys)).contiguous(), None, None
         if ctx.needs_input_grad[0]:
             # dX_e (T_e, in) = dY_e (T_e, out) @ Q(W_e) (out, in)
             dx = grouped_input_gradient(dy, constants.weight(), ends)
             if constants.gathers:  # the sum over the experts of each token
-                dx = dx[places].sum(1)
+                dx = Sorting(tokens, places, ends).by_token(dx).sum(1)
             dx = dx.view(ctx.shape)
         if kept:
             codes, scale = kept
             x = eager.dequantize(QuantizedTensor(constants.format, codes, scale, codes.shape, dy.dtype))
-            x = x[tokens] if constants.gathers else x
+            x = x.index_select(0, tokens) if constants.gathers else x
             # dW_e (out, in) = dY_e^T (out, T_e) @ Q(X_e) (T_e, in)
             dw = grouped_weight_gradient(dy, x, ends).to(ctx.weight_dtype)
         return dx, dw, None, None, None, None
@@ -268,5 +269,5 @@ class _Experts(torch.autograd.Function):
 
 def _gathered(q: QuantizedTensor, tokens: Tensor) -> QuantizedTensor:
     """Returns the codes and scales of rows, each those of a token."""
-    values = q.values.view(torch.uint8)[tokens].view(q.values.dtype)  # torch does not index FP8 everywhere
+    values = q.values.view(torch.uint8).index_select(0, tokens).view(q.values.dtype)  # not of FP8 everywhere
     return replace(q, values=values, scale=q.scale[tokens], shape=values.shape)
