@@ -58,6 +58,7 @@ class QuantExperts(nn.Module):
         self.precision, self.format = precision, PRECISIONS[precision].format
         self.config, self.num_experts = experts.config, experts.num_experts
         self.act_fn, self.is_silu = experts.act_fn, is_silu
+        object.__setattr__(self, "replaced", experts)  # not as a child
         self.train(experts.training)
 
     def codes(self, leaf: str) -> QuantizedTensor:
@@ -76,6 +77,9 @@ class QuantExperts(nn.Module):
             hidden_states (`torch.Tensor`): (T, H).
             top_k_index, top_k_weights (`torch.Tensor`): (T, k), the experts of each token and their weights.
         """
+        if any(isinstance(getattr(self, leaf, None), nn.Module) for leaf in ("gate_up_proj", "down_proj")):
+            # A check has put an engine's experts in the place of the tensors
+            return type(self.replaced).forward(self, hidden_states, top_k_index, top_k_weights)
         sorting = Sorting.by_expert(top_k_index, self.num_experts)
         gate, up = self._product(hidden_states, "gate_up_proj", sorting, parts=2, gathers=True)
         if self.is_silu:
@@ -128,7 +132,6 @@ class UnifiedExperts(QuantExperts):
         super().__init__(experts, *args, **kwargs)
         self.gate_up_proj, self.down_proj = experts.gate_up_proj, experts.down_proj
         experts.gate_up_proj = experts.down_proj = None  # FSDP2 shards them, and the whole tensors must not live on
-        object.__setattr__(self, "replaced", experts)  # not as a child
         self.forget()
 
     def plain(self) -> nn.Module:
@@ -164,12 +167,6 @@ class UnifiedExperts(QuantExperts):
     def _apply(self, fn, recurse=True):
         self.forget()  # the version counter misses the writes of `.to()`
         return super()._apply(fn, recurse)
-
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        if isinstance(self.gate_up_proj, nn.Module) or isinstance(self.down_proj, nn.Module):
-            # A check has put an engine's experts in the place of the tensors
-            return type(self.replaced).forward(self, hidden_states, top_k_index, top_k_weights)
-        return super().forward(hidden_states, top_k_index, top_k_weights)
 
 
 class SampledExperts(QuantExperts):

@@ -21,7 +21,7 @@ from transformers import AutoConfig
 from transformers.activations import SiLUActivation
 
 from ..formats import FORMATS
-from ..layers import QuantLinear, UnifiedExperts, UnifiedLinear, share_scale
+from ..layers import QuantExperts, QuantLinear, UnifiedExperts, UnifiedLinear, share_scale
 from ..layers.gated import silu_mul
 from ..layers.joint import Joint
 from ..layers.norm import FusedRMSNorm
@@ -91,7 +91,7 @@ def unify(model: nn.Module, precision: str, merged: bool = False, rounds_to: tor
 def _unify_experts(model: nn.Module, name: str, precision: str, rounds_to: torch.dtype | None) -> None:
     """Replaces the experts of one layer, in place."""
     experts = model.get_submodule(name)
-    if isinstance(experts, UnifiedExperts):
+    if isinstance(experts, QuantExperts):
         return
     if name.endswith(".base_layer"):  # in PEFT's wrapper of a tensor
         raise ValueError(

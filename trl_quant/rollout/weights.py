@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ..formats import QuantizedTensor
-from ..layers import FrozenLinear, UnifiedExperts, UnifiedLinear
+from ..layers import FrozenExperts, FrozenLinear, UnifiedExperts, UnifiedLinear
 from ..models.linears import LinearLayer, sampled_linears
 from ..models.names import clean_name
 from ..policy.adapters import UnifiedLoraLinear, delta_weight
@@ -96,6 +96,10 @@ class PolicyWeights:
                 for leaf, tensor in dense_parameters(module).items():
                     yield clean_name(f"{path}.{leaf}"), tensor
                 continue
+            if isinstance(module, FrozenExperts):
+                for leaf in module.leaves:
+                    yield clean_name(f"{path}.{leaf}"), module.dequantize(leaf)
+                continue
             for leaf, param in module.named_parameters(recurse=False):
                 name = f"{path}.{leaf}" if path else leaf
                 if id(param) in seen or self._is_adapters(name):
@@ -121,10 +125,10 @@ class PolicyWeights:
         is_active = saved_whole is None or saved_whole[1] in self.model.active_adapters
         return self.model.prefix in name or ".original_module." in name or not is_active
 
-    def frozen(self) -> Iterator[tuple[str, FrozenLinear]]:
-        """Yields the clean names and the layers of a frozen base."""
+    def frozen(self) -> Iterator[tuple[str, FrozenLinear | FrozenExperts]]:
+        """Yields the clean names and the layers of a frozen base, and the experts of each of its layers."""
         for path, module in self.model.named_modules():
-            if isinstance(module, FrozenLinear):
+            if isinstance(module, FrozenLinear | FrozenExperts):
                 yield clean_name(path), module
 
     def multiplies_in(self, precision: str) -> bool:
@@ -191,7 +195,7 @@ class PolicyWeights:
         Yields the parameters that belong neither to the packed weights of a frozen base nor to an adapter: embeddings,
         norms, the head, biases.
         """
-        packed = {id(tensor) for _, module in self.frozen() for tensor in module.stored()[:3]}  # the tensors among them
+        packed = {id(tensor) for _, module in self.frozen() for tensor in module.packed()}
         for name, param in self.parameters().items():
             if id(param) not in packed:
                 yield name, param.data
