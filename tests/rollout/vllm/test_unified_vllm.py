@@ -92,7 +92,7 @@ def test_a_mixtures_codes(family, monkeypatch):
     for _ in range(2):
         expected = dict(checkpoint_stream(names.stream(sampler.weights.stream()), "fp8", sampler.ignore))
         for measured in (True, False):
-            sent = dict(sampler.stream(measured))
+            sent = dict(sampler.stream(measured=measured))
             assert sent.keys() == expected.keys() and not made
             for name, tensor in expected.items():
                 assert sent[name].dtype == tensor.dtype and torch.equal(sent[name].float(), tensor.float()), name
