@@ -175,9 +175,8 @@ def test_an_engine_is_given_the_codes_of_the_trainer(family, monkeypatch):
             assert torch.equal(tensor, dense[name]) and name not in placeholders
             continue
         assert name in placeholders
-        for matrix, own in zip(
-            dense[name] if tensor.values.ndim > 2 else [dense[name]], of_experts(tensor), strict=True
-        ):
+        matrices = dense[name] if tensor.values.ndim > 2 else [dense[name]]
+        for matrix, own in zip(matrices, of_experts(tensor), strict=True):
             alone = quantize(matrix, "fp8")
             assert torch.equal(own.values.float(), alone.values.float()) and torch.equal(own.scale, alone.scale)
     (experts, *_) = (block.experts for block in blocks_of(model).values())
