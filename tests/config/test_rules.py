@@ -362,6 +362,7 @@ CASES = {
             fields={**TRLS_VLLM, **EXACT, "rollouts_in_flight": 2.0, "is_correction": "none"},
         ),
         Case("has 'enforce_eager'=True", fields={**TRLS_VLLM, **EXACT, "vllm_engine_kwargs": {"enforce_eager": True}}),
+        Case("a mixture of 4 experts, and it was not shown", fields={**TRLS_VLLM, **EXACT}, model=tiny("qwen3_moe")),
         Case("needs FlashAttention 3", fields={**TRLS_VLLM, **EXACT}, model=tiny()),
     ],
     "correction": [
