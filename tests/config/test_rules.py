@@ -362,6 +362,7 @@ CASES = {
             fields={**TRLS_VLLM, **EXACT, "rollouts_in_flight": 2.0, "is_correction": "none"},
         ),
         Case("has 'enforce_eager'=True", fields={**TRLS_VLLM, **EXACT, "vllm_engine_kwargs": {"enforce_eager": True}}),
+        Case("a mixture of 4 experts, and it was not shown", fields={**TRLS_VLLM, **EXACT}, model=tiny("qwen3_moe")),
         Case("needs FlashAttention 3", fields={**TRLS_VLLM, **EXACT}, model=tiny()),
     ],
     "correction": [
@@ -423,12 +424,6 @@ CASES = {
             model=lambda directory: tiny_model(intermediate_size=200),
         ),
         Case("torch multiplies in one call in 'fp8'", fields={"train_precision": "int8"}, model=tiny("mixtral")),
-        Case(
-            "Use `lora_sync='merge'`",
-            fields={**TRLS_VLLM, "train_precision": "fp8", "lora_sync": "adapter"},
-            model=tiny("qwen3_moe"),
-            assigned={"is_adapted": True},
-        ),
         Case(
             "was not tried in a compiled model",
             fields={"train_precision": "fp8"},

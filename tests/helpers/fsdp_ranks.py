@@ -65,7 +65,7 @@ def train_experts(precision: str, path: Path) -> dict:
     found = {"log": log(ours), "sharded": all(isinstance(param, DTensor) for param in ours.model.parameters())}
     found["sent"] = [same(codes, quantize(end[name], precision)) for name, codes in sent.items()]
     ours.model(input_ids=torch.arange(8).view(1, -1), use_cache=False).logits.sum().backward()
-    found["held"] = sum(len(module._codes) for module in experts)
+    found["held"] = sum(len(module.held) for module in experts)
     found["gradients"] = all(param.grad is not None for module in experts for param in module.parameters())
     resumed = whole(trained(precision, "experts", path / "ours", resume=True))
     found["resumed"] = all(tensor.equal(resumed[name]) for name, tensor in end.items())

@@ -20,8 +20,6 @@ from trl_quant.policy.routing import ROUTED, Routed, accept_routing
 from trl_quant.policy.unified import flow, restore, unify
 from trl_quant.rollout import SharedEngine
 from trl_quant.rollout.drift import WeightDrift
-from trl_quant.storage.experts import NamesOnDisk
-from trl_quant.storage.layout import checkpoint_stream
 
 
 pytestmark = pytest.mark.isa
@@ -162,24 +160,28 @@ def test_the_embedded_engine_computes_with_the_trainers_codes(family, adapted):
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-def test_codes_travel_under_the_names_on_disk(family, monkeypatch):
-    """The stream of codes is that of a checkpoint of the policy, although nothing is quantized again."""
+def test_an_engine_is_given_the_codes_of_the_trainer(family, monkeypatch):
+    """Of linear layers and of whole tensors of experts, which have the scales that each expert has alone."""
     model = trained(family)
-    sampler, ignore = shared(model), [*unquantized_linears(model), f"re:{ROUTER.pattern}"]
+    sampler, dense = shared(model), {name: param.detach() for name, param in model.named_parameters()}
     monkeypatch.setattr(WeightDrift, "measures", lambda self, name: False)
-    names = NamesOnDisk(model)
-    expected = dict(checkpoint_stream(names.stream(sampler.weights.stream()), "fp8", ignore))
-    sent = {}
-    for name, tensor in names.stream(
-        sampler.quantized_as_trained(sampler.policy_stream(sampler.quantized_in_training()))
-    ):
-        is_dense = isinstance(tensor, torch.Tensor)
-        sent |= {name: tensor} if is_dense else {name: tensor.values, f"{name}_scale": tensor.scale}
-    assert sent.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert sent[name].dtype == tensor.dtype and torch.equal(sent[name].float(), tensor.float()), name
-    experts = next(iter(blocks_of(model).values())).experts
-    held = experts.codes("gate_up_proj")
-    assert held.values.untyped_storage().data_ptr() in {x.untyped_storage().data_ptr() for x in sent.values()}
-    alone = quantize(experts.gate_up_proj[3].detach(), "fp8")
-    assert torch.equal(held.expert(3).values.float(), alone.values.float())
+    placeholders = sampler.quantized_in_training()
+    found = dict(sampler.quantized_as_trained(sampler.policy_stream(placeholders)))
+    assert found.keys() == dense.keys()
+    unquantized = [f"{name}.weight" for name in unquantized_linears(model)]
+    for name, tensor in found.items():
+        is_quantized = dense[name].ndim > 1 and name not in unquantized and not ROUTER.fullmatch(name)
+        if not is_quantized or "embed" in name:
+            assert torch.equal(tensor, dense[name]) and name not in placeholders
+            continue
+        assert name in placeholders
+        matrices = dense[name] if tensor.values.ndim > 2 else [dense[name]]
+        for matrix, own in zip(matrices, of_experts(tensor), strict=True):
+            alone = quantize(matrix, "fp8")
+            assert torch.equal(own.values.float(), alone.values.float()) and torch.equal(own.scale, alone.scale)
+    (experts, *_) = (block.experts for block in blocks_of(model).values())
+    assert any(tensor is experts.codes(experts.leaves[0]) for tensor in found.values())  # not quantized again
+
+
+def of_experts(q):
+    return [q.expert(number) for number in range(q.shape[0])] if q.values.ndim > 2 else [q]

@@ -25,8 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..formats import QuantizedTensor
 from ..precisions import PRECISIONS
-from .quantized import EngineWeight, embedded_linear, engine_weight
+from .quantized import EngineWeight, embedded_linear, engine_weight, held_weight
 
 
 class _Expert(NamedTuple):
@@ -87,14 +88,20 @@ class UnheldExperts(EngineExperts):
     second copy of the experts is held.
 
     Parameters:
-        read (`Callable`): Returns the tensor, (experts, out, in).
+        read (`Callable`): Returns the tensor, (experts, out, in), or its codes.
         shape, precision, dtype: As in [`EngineExperts`].
     """
 
-    def __init__(self, read: Callable[[], Tensor], shape: tuple[int, ...], precision: str, dtype: torch.dtype):
+    def __init__(
+        self, read: Callable[[], Tensor | QuantizedTensor], shape: tuple[int, ...], precision: str, dtype: torch.dtype
+    ):
         super().__init__(shape, precision, dtype)
         self.read = read
 
     def __getitem__(self, expert: int | Tensor) -> _Expert:
-        weight, _ = engine_weight(self.read()[expert].detach(), self.format, self.dtype)
+        held = self.read()
+        if isinstance(held, QuantizedTensor):
+            weight, _ = held_weight(held.expert(expert), self.dtype)
+        else:
+            weight, _ = engine_weight(held[expert].detach(), self.format, self.dtype)
         return _Expert(weight, self.format)

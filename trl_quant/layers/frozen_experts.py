@@ -4,8 +4,8 @@ LoRA policy at one byte a weight. [`unified_experts`] has the products; there is
 
 | symbol | here | shape |
 |---|---|---|
-| codes of `Q(W_e)` for all experts | `gate_up_proj`, `down_proj` | (E, 2 I, H), (E, H, I) |
-| their scales, one a channel | `gate_up_proj_scale`, `down_proj_scale` | (E, 2 I), (E, H) |
+| codes of `Q(W_e)` for all experts | the two tensors' names | (E, 2 I, H), (E, H, I) |
+| their scales, one a channel | the same, with `_scale` | (E, 2 I), (E, H) |
 """
 
 import torch
@@ -30,9 +30,8 @@ class FrozenExperts(QuantExperts):
     def __init__(self, experts: nn.Module, precision: str, dtype: torch.dtype, is_silu: bool = False):
         super().__init__(experts, precision, is_silu)
         self.dtype = dtype
-        self._codes: dict[str, tuple[QuantizedTensor, tuple]] = {}
+        self.held: dict[str, tuple[QuantizedTensor, tuple]] = {}
         self._is_hf_initialized = True  # or transformers would initialize the tensors
-        self.leaves = tuple(name for name, _ in experts.named_parameters(recurse=False))
         for leaf in self.leaves:
             shape = getattr(experts, leaf).shape
             setattr(experts, leaf, None)
@@ -61,10 +60,10 @@ class FrozenExperts(QuantExperts):
     def codes(self, leaf: str) -> QuantizedTensor:
         values, scale = getattr(self, leaf), getattr(self, f"{leaf}_scale")
         made_of = state_of(values), state_of(scale)
-        held, held_of = self._codes.get(leaf, (None, None))
+        held, held_of = self.held.get(leaf, (None, None))
         if made_of != held_of:
             held = QuantizedTensor(self.format, values.detach(), scale.detach()[..., None], values.shape, self.dtype)
-            self._codes[leaf] = held, made_of
+            self.held[leaf] = held, made_of
         return held
 
     def hold(self, leaf: str, values: Tensor) -> None:
@@ -77,7 +76,7 @@ class FrozenExperts(QuantExperts):
 
     def _apply(self, fn, recurse=True):
         """Moves the tensors like any other, but `.to(dtype)` does not convert them: that would change their values."""
-        self._codes = {}
+        self.held = {}
 
         def moved(tensor: Tensor) -> Tensor:
             new = fn(tensor)

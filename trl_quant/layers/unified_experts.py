@@ -46,6 +46,9 @@ class QuantExperts(nn.Module):
         is_silu (`bool`, *optional*, defaults to `False`):
             Whether the activation is SiLU, which is then computed in one pass with the quantizer that follows.
 
+    Attributes:
+        leaves (`tuple[str, str]`): The names of the two tensors: gate over up, and down.
+
     Raises:
         ValueError: Another precision.
     """
@@ -58,6 +61,7 @@ class QuantExperts(nn.Module):
         self.precision, self.format = precision, PRECISIONS[precision].format
         self.config, self.num_experts = experts.config, experts.num_experts
         self.act_fn, self.is_silu = experts.act_fn, is_silu
+        self.leaves = tuple(name for name, _ in experts.named_parameters(recurse=False))
         object.__setattr__(self, "replaced", experts)  # not as a child
         self.train(experts.training)
 
@@ -77,16 +81,16 @@ class QuantExperts(nn.Module):
             hidden_states (`torch.Tensor`): (T, H).
             top_k_index, top_k_weights (`torch.Tensor`): (T, k), the experts of each token and their weights.
         """
-        if any(isinstance(getattr(self, leaf, None), nn.Module) for leaf in ("gate_up_proj", "down_proj")):
+        if any(isinstance(getattr(self, leaf, None), nn.Module) for leaf in self.leaves):
             # A check has put an engine's experts in the place of the tensors
             return type(self.replaced).forward(self, hidden_states, top_k_index, top_k_weights)
-        sorting = Sorting.by_expert(top_k_index, self.num_experts)
-        gate, up = self._product(hidden_states, "gate_up_proj", sorting, parts=2, gathers=True)
+        (first, last), sorting = self.leaves, Sorting.by_expert(top_k_index, self.num_experts)
+        gate, up = self._product(hidden_states, first, sorting, parts=2, gathers=True)
         if self.is_silu:
-            y = silu_mul(gate, up, self.precision, self._trains("down_proj"))
+            y = silu_mul(gate, up, self.precision, self._trains(last))
         else:
             y = self.act_fn(gate) * up
-        (y,) = self._product(y, "down_proj", sorting)
+        (y,) = self._product(y, last, sorting)
         y = sorting.by_token(y) * top_k_weights.unsqueeze(-1)  # (T, k, H)
         return y.sum(1).to(hidden_states.dtype)
 
@@ -123,6 +127,7 @@ class UnifiedExperts(QuantExperts):
     Attributes:
         rounds_to (`torch.dtype` or `None`): As in [`~layers.UnifiedLinear`].
         moves_unseen (`bool`): As in [`~layers.QuantLinear`].
+        held (`dict`): The codes of each tensor, with what they were made of.
     """
 
     rounds_to: torch.dtype | None = None
@@ -130,26 +135,28 @@ class UnifiedExperts(QuantExperts):
 
     def __init__(self, experts: nn.Module, *args, **kwargs):
         super().__init__(experts, *args, **kwargs)
-        self.gate_up_proj, self.down_proj = experts.gate_up_proj, experts.down_proj
-        experts.gate_up_proj = experts.down_proj = None  # FSDP2 shards them, and the whole tensors must not live on
+        for leaf in self.leaves:
+            setattr(self, leaf, getattr(experts, leaf))
+            setattr(experts, leaf, None)  # FSDP2 shards the tensor, and the whole one must not live on
         self.forget()
 
     def plain(self) -> nn.Module:
         """Returns the experts that this module replaces, with the present weights."""
-        self.replaced.gate_up_proj, self.replaced.down_proj = self.gate_up_proj, self.down_proj
+        for leaf in self.leaves:
+            setattr(self.replaced, leaf, getattr(self, leaf))
         return self.replaced.train(self.training)
 
     def codes(self, leaf: str) -> QuantizedTensor:
         """As [`QuantExperts.codes`]. The codes are computed once, and again after a write."""
         weight = getattr(self, leaf)
         made_of = state_of(weight)
-        held, held_of = self._codes.get(leaf, (None, None))
+        held, held_of = self.held.get(leaf, (None, None))
         if held is None or made_of != held_of or self.moves_unseen:
             held = None
-            self._codes.pop(leaf, None)  # frees the old codes before the new ones take memory
+            self.held.pop(leaf, None)  # frees the old codes before the new ones take memory
             with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
                 held = quantize_weight(weight.detach().to(self.rounds_to or weight.dtype), self.format)
-            self._codes[leaf] = held, made_of
+            self.held[leaf] = held, made_of
         return held
 
     def master(self, leaf: str) -> Tensor:
@@ -157,7 +164,7 @@ class UnifiedExperts(QuantExperts):
 
     def forget(self) -> None:
         """Drops the codes, so that weights are quantized again when they are next needed."""
-        self._codes: dict[str, tuple[QuantizedTensor, tuple]] = {}
+        self.held: dict[str, tuple[QuantizedTensor, tuple]] = {}
 
     def __setattr__(self, name: str, value) -> None:
         if isinstance(value, nn.Parameter):
@@ -174,18 +181,20 @@ class SampledExperts(QuantExperts):
 
     def __init__(self, experts: nn.Module, *args, **kwargs):
         super().__init__(experts, *args, **kwargs)
-        self._codes: dict[str, QuantizedTensor] = {}
+        for leaf in self.leaves:
+            setattr(experts, leaf, None)  # its memory is not needed
+        self.held: dict[str, QuantizedTensor] = {}
 
     def load(self, leaf: str, weight: Tensor | QuantizedTensor) -> None:
         """Takes new weights (experts, out, in): codes of [`UnifiedExperts.codes`], or values that it quantizes."""
-        self._codes.pop(leaf, None)  # frees the old codes first
+        self.held.pop(leaf, None)  # frees the old codes first
         if isinstance(weight, Tensor):
             with torch.autocast(weight.device.type, enabled=False):
                 weight = quantize_weight(weight, self.format)
-        self._codes[leaf] = weight
+        self.held[leaf] = weight
 
     def codes(self, leaf: str) -> QuantizedTensor:
-        return self._codes[leaf]
+        return self.held[leaf]
 
 
 class Sorting(NamedTuple):

@@ -162,8 +162,7 @@ class PolicyWeights:
         found = {}
         for name, layer in self.unified(precision).items():
             if isinstance(layer, UnifiedExperts):
-                leaves = dict(layer.named_parameters(recurse=False))
-                found |= {f"{name}.{leaf}": partial(self._quantized_experts, layer, leaf) for leaf in leaves}
+                found |= {f"{name}.{leaf}": partial(self._quantized_experts, layer, leaf) for leaf in layer.leaves}
             else:
                 found[f"{name}.weight"] = partial(self.quantized_weight, layer)
         return found

@@ -43,8 +43,12 @@ class NamesOnDisk:
                 continue
             parts = EXPERT_PARTS.get(name.rpartition(".")[2], 1)
             for on_disk, number in self._numbered(name, tensor, parts).items():
-                is_of_experts = len(tensor.shape) == 3
-                yield on_disk, _matrix(tensor, *divmod(number, parts), parts) if is_of_experts else tensor
+                if len(tensor.shape) < 3:
+                    yield on_disk, tensor
+                    continue
+                expert, index = divmod(number, parts)
+                size = tensor.shape[1] // parts
+                yield on_disk, _matrix(tensor, expert, slice(index * size, (index + 1) * size))
 
     def with_buffers(
         self, weights: Iterable[tuple[str, Tensor | QuantizedTensor]]
@@ -68,8 +72,6 @@ class NamesOnDisk:
         return self._numbers[name]
 
 
-def _matrix(tensor: Tensor | QuantizedTensor, expert: int, part: int, parts: int) -> Tensor | QuantizedTensor:
-    """Returns one of the `parts` that the matrix of an expert joins, (rows, in), of a tensor (experts, out, in)."""
-    rows = tensor.shape[1] // parts
-    of_part = slice(part * rows, (part + 1) * rows)
-    return tensor[expert][of_part] if isinstance(tensor, Tensor) else tensor.expert(expert).rows(of_part)
+def _matrix(tensor: Tensor | QuantizedTensor, expert: int, rows: slice) -> Tensor | QuantizedTensor:
+    """Returns some rows of the matrix of an expert, of a tensor (experts, out, in)."""
+    return tensor[expert][rows] if isinstance(tensor, Tensor) else tensor.expert(expert).rows(rows)

@@ -180,13 +180,6 @@ RULES = (
         needs="model",
     ),
     Rule(
-        ("train_precision", "lora_sync"),
-        when=lambda run: _trains_experts(run) and run.spec.training.freezes_base,
-        message="`lora_sync`='adapter' with `train_precision`={args.train_precision!r} holds the policy's base in "
-        "codes alone, which was not shown with a mixture of experts. Use `lora_sync='merge'`.",
-        needs="model",
-    ),
-    Rule(
         ("train_precision", "torch_compile"),
         when=lambda run: _trains_experts(run) and run.args.torch_compile,
         message="`train_precision`={args.train_precision!r} with `torch_compile=True`: how tokens are sorted by expert "

@@ -29,7 +29,6 @@ from transformers.initialization import no_init_weights
 
 from ...formats import QuantizedTensor
 from ...layers import EngineExperts, EngineLinear, SampledExperts, SampledLinear
-from ...models.families import EXPERT_PARTS
 from ...models.linears import sampled_linears
 from ...models.routers import routers
 from ...noise import noised_norms
@@ -299,7 +298,7 @@ class TransformersEngine(RolloutEngine):
             elif isinstance(module, EngineExperts):
                 found[name] = module.load
             elif isinstance(module, SampledExperts):
-                found |= {f"{name}.{leaf}": partial(module.load, leaf) for leaf in EXPERT_PARTS}
+                found |= {f"{name}.{leaf}": partial(module.load, leaf) for leaf in module.leaves}
         return found
 
     def prepare(self) -> None:
