@@ -88,20 +88,31 @@ class UnheldExperts(EngineExperts):
     second copy of the experts is held.
 
     Parameters:
-        read (`Callable`): Returns the tensor, (experts, out, in), or its codes.
+        read (`Callable`): Returns the tensor, (experts, out, in).
         shape, precision, dtype: As in [`EngineExperts`].
     """
 
-    def __init__(
-        self, read: Callable[[], Tensor | QuantizedTensor], shape: tuple[int, ...], precision: str, dtype: torch.dtype
-    ):
+    def __init__(self, read: Callable[[], Tensor], shape: tuple[int, ...], precision: str, dtype: torch.dtype):
         super().__init__(shape, precision, dtype)
         self.read = read
 
     def __getitem__(self, expert: int | Tensor) -> _Expert:
-        held = self.read()
-        if isinstance(held, QuantizedTensor):
-            weight, _ = held_weight(held.expert(expert), self.dtype)
-        else:
-            weight, _ = engine_weight(held[expert].detach(), self.format, self.dtype)
+        weight, _ = engine_weight(self.read()[expert].detach(), self.format, self.dtype)
         return _Expert(weight, self.format)
+
+
+class HeldExperts(EngineExperts):
+    """
+    As [`EngineExperts`], for codes that another module holds.
+
+    Parameters:
+        codes ([`~formats.QuantizedTensor`]): The weights, (experts, out, in).
+        precision, dtype: As in [`EngineExperts`].
+    """
+
+    def __init__(self, codes: QuantizedTensor, precision: str, dtype: torch.dtype):
+        super().__init__(codes.shape, precision, dtype)
+        self.codes = codes
+
+    def __getitem__(self, expert: int | Tensor) -> _Expert:
+        return _Expert(held_weight(self.codes.expert(expert), self.dtype)[0], self.format)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..formats import QuantizedTensor
+from .experts import HeldExperts
 from .inputs import state_of
 from .unified_experts import QuantExperts
 
@@ -73,6 +74,10 @@ class FrozenExperts(QuantExperts):
     def dequantize(self, leaf: str, dtype: torch.dtype | None = None) -> Tensor:
         """Dequantizes the weight of the tensor called `leaf` into a new tensor (experts, out, in)."""
         return self.codes(leaf).dequantize(dtype)
+
+    def as_engine(self, leaf: str, dtype: torch.dtype) -> HeldExperts:
+        """Returns what stands for the tensor called `leaf` in transformers' loop, with products in `dtype`."""
+        return HeldExperts(self.codes(leaf), self.precision, dtype)
 
     def _apply(self, fn, recurse=True):
         """Moves the tensors like any other, but `.to(dtype)` does not convert them: that would change their values."""
