@@ -110,9 +110,9 @@ def bare(config, **changes):
     return lambda directory: SimpleNamespace(config=config, peft_config={})
 
 
-def quantized_mixture(directory):
+def quantized_mixture(directory, kind="nvfp4"):
     path = save_tiny(directory / "teacher", "qwen3_moe", tied=False)
-    return str(quantize_checkpoint(path, directory / "teacher-nvfp4", "nvfp4"))
+    return str(quantize_checkpoint(path, directory / f"teacher-{kind}", kind))
 
 
 def teacher(family="qwen3", **changes):
@@ -424,6 +424,12 @@ CASES = {
             model=lambda directory: tiny_model(intermediate_size=200),
         ),
         Case("torch multiplies in one call in 'fp8'", fields={"train_precision": "int8"}, model=tiny("mixtral")),
+        Case(
+            "which is not read from a checkpoint that `trl-quant prepare` wrote",
+            fields={**TRLS_VLLM, "train_precision": "fp8", "lora_sync": "adapter"},
+            model=lambda directory: quantized_mixture(directory, "fp8"),
+            assigned={"is_adapted": True},
+        ),
         Case(
             "was not tried in a compiled model",
             fields={"train_precision": "fp8"},

@@ -24,6 +24,7 @@ from trl_quant.formats import quantize
 from trl_quant.layers import UnifiedExperts
 from trl_quant.layers.grouped import grouped_input_gradient, grouped_product, grouped_weight_gradient
 from trl_quant.layers.quantizers import quantize_gradient, quantize_input
+from trl_quant.policy.frozen import freeze
 from trl_quant.policy.unified import unify
 
 
@@ -205,6 +206,46 @@ def test_the_engine_multiplies_with_the_trainers_codes(family, adapted, tmp_path
     ours, bf16 = mismatch(sampler, model), mismatch(sampler, plain)
     print(f"\n{family} {'merge' if adapted else 'full'}: KL of this trainer {ours:.2e}, of one in BF16 {bf16:.2e}")
     assert 0 <= ours < 0.8 * bf16
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("family", MIXTURES)
+def test_one_copy_of_frozen_experts(family, tmp_path, caplog):
+    """Trainer and engine multiply with the same memory, under an adapter that each sync brings."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from on_gpu import mismatch
+    from vllm_engines import engine, mixture, update
+
+    model = mixture(tmp_path / "policy", family)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = get_peft_model(model, ATTENTION)
+    plain, ids = copy.deepcopy(model), torch.arange(40, device="cuda")[None]
+    freeze(model, "fp8")
+    unify(model, "fp8", False, torch.bfloat16)
+    with torch.no_grad():
+        before = model(ids).logits
+    with caplog.at_level("INFO", "trl_quant"):
+        options = {"sync_check_steps": 1, "max_completion_length": 64, "max_num_seqs": 64}
+        sampler = engine(model, "fp8", lora_sync="adapter", **options)
+    assert "hold one copy" in caplog.text
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, before)
+    codes = held(sampler)
+    for index, experts in experts_by_layer(model).items():
+        for leaf, tensor in codes[index].items():
+            assert tensor.data_ptr() == getattr(experts, leaf).data_ptr()
+    for step in range(2):
+        update(model, seed=step)
+        update(plain, seed=step)
+        sampler.sync()
+        sampler.check_sync()
+    ours, bf16 = mismatch(sampler, model), mismatch(sampler, plain)
+    print(f"\n{family}: KL of a trainer on the same copy {ours:.2e}, of one in BF16 {bf16:.2e}")
+    assert 0 <= ours < 0.8 * bf16
+    next(iter(codes.values()))["down_proj"].view(torch.uint8)[0].bitwise_xor_(0x80)
+    with torch.no_grad():
+        assert not torch.equal(model(ids).logits, before)
 
 
 @pytest.mark.vllm

@@ -180,6 +180,15 @@ RULES = (
         needs="model",
     ),
     Rule(
+        ("train_precision",),
+        when=lambda run: (
+            _trains_experts(run) and _trains(run, "frozen") and prepared_precisions(run.config) is not None
+        ),
+        message="`train_precision`={args.train_precision!r} freezes the base of a mixture of experts, which is not read "
+        "from a checkpoint that `trl-quant prepare` wrote. Start from the 16-bit checkpoint.",
+        needs="model",
+    ),
+    Rule(
         ("train_precision", "torch_compile"),
         when=lambda run: _trains_experts(run) and run.args.torch_compile,
         message="`train_precision`={args.train_precision!r} with `torch_compile=True`: how tokens are sorted by expert "
