@@ -184,8 +184,8 @@ RULES = (
         when=lambda run: (
             _trains_experts(run) and _trains(run, "frozen") and prepared_precisions(run.config) is not None
         ),
-        message="`train_precision`={args.train_precision!r} freezes the base of a mixture of experts, which is not read "
-        "from a checkpoint that `trl-quant prepare` wrote. Start from the 16-bit checkpoint.",
+        message="`train_precision`={args.train_precision!r} freezes the base of a mixture of experts, which is not "
+        "read from a checkpoint that `trl-quant prepare` wrote. Start from the 16-bit checkpoint.",
         needs="model",
     ),
     Rule(
