@@ -70,6 +70,7 @@ class Precision:
         vllm ([`InVLLM`] or `None`): How vLLM runs it; `None` if it does not.
         frozen_base (`bool`): Whether `train_precision` can freeze a policy's base in it, under a LoRA adapter.
         unified (`bool`): Whether `train_precision` can train a policy with the products that an engine samples with.
+        trains_experts (`bool`): Whether those are the products of a mixture's experts, too.
         qat (`bool`):
             Whether `train_precision` can train all weights of a policy in it, without an adapter: the inputs stay in 16
             bits, and the weights are quantized in each forward pass (quantization-aware training).
@@ -86,6 +87,7 @@ class Precision:
     vllm: InVLLM | None = None
     frozen_base: bool = False
     unified: bool = False
+    trains_experts: bool = False
     qat: bool = False
     exact: bool = False
     mismatch: float | None = None
@@ -155,6 +157,7 @@ PRECISIONS: dict[str, Precision] = {
             experts="CompressedTensorsW8A8Fp8MoEMethod",
         ),
         unified=True,
+        trains_experts=True,
         mismatch=4.5e-4,
     ),
     "fp8_tensor": Precision(
@@ -242,6 +245,11 @@ def with_products() -> list[str]:
 def unified_flows() -> list[str]:
     """Returns the precisions whose products a policy can be trained in, on weights of 16 or 32 bits."""
     return [name for name, precision in PRECISIONS.items() if precision.unified]
+
+
+def experts_flows() -> list[str]:
+    """Returns those of [`unified_flows`] in which a mixture's experts can be trained."""
+    return [name for name in unified_flows() if PRECISIONS[name].trains_experts]
 
 
 def qat_precisions() -> list[str]:

@@ -110,9 +110,9 @@ def bare(config, **changes):
     return lambda directory: SimpleNamespace(config=config, peft_config={})
 
 
-def quantized_mixture(directory):
+def quantized_mixture(directory, kind="nvfp4"):
     path = save_tiny(directory / "teacher", "qwen3_moe", tied=False)
-    return str(quantize_checkpoint(path, directory / "teacher-nvfp4", "nvfp4"))
+    return str(quantize_checkpoint(path, directory / f"teacher-{kind}", kind))
 
 
 def teacher(family="qwen3", **changes):
@@ -331,6 +331,12 @@ CASES = {
             others={"peft_config": LoraConfig(target_modules="all-linear", use_dora=True)},
         ),
         Case(
+            "adapts `model.layers.0.mlp.gate.weight`, a tensor of experts or a router",
+            fields={"train_precision": "fp8"},
+            model=saved_mixture,
+            others={"peft_config": LoraConfig(target_modules="all-linear")},
+        ),
+        Case(
             "`peft_config`: Target modules",
             fields=INT8,
             model=saved,
@@ -351,6 +357,7 @@ CASES = {
             fields={**TRLS_VLLM, **EXACT, "rollouts_in_flight": 2.0, "is_correction": "none"},
         ),
         Case("has 'enforce_eager'=True", fields={**TRLS_VLLM, **EXACT, "vllm_engine_kwargs": {"enforce_eager": True}}),
+        Case("a mixture of 4 experts, and it was not shown", fields={**TRLS_VLLM, **EXACT}, model=tiny("qwen3_moe")),
         Case("needs FlashAttention 3", fields={**TRLS_VLLM, **EXACT}, model=tiny()),
     ],
     "correction": [
@@ -411,7 +418,19 @@ CASES = {
             fields={"train_precision": "int4"},
             model=lambda directory: tiny_model(intermediate_size=200),
         ),
-        Case("which train in 16 or 32 bits", fields={"train_precision": "int8"}, model=tiny("mixtral")),
+        Case("torch multiplies in one call in 'fp8'", fields={"train_precision": "int8"}, model=tiny("mixtral")),
+        Case(
+            "which is not read from a checkpoint that `trl-quant prepare` wrote",
+            fields={**TRLS_VLLM, "train_precision": "fp8", "lora_sync": "adapter"},
+            model=lambda directory: quantized_mixture(directory, "fp8"),
+            assigned={"is_adapted": True},
+        ),
+        Case(
+            "was not tried in a compiled model",
+            fields={"train_precision": "fp8"},
+            model=tiny("qwen3_moe"),
+            assigned={"torch_compile": True},
+        ),
         Case("not known which of its norms", fields={"uaq_scale": 2.0}, model=bare(T5Config())),
         Case("already scaled by 3", fields={"uaq_scale": 2.0}, model=tiny(uaq_scale=3)),
         Case("which a saved adapter does not contain", fields={"uaq_scale": 2.0}, model=tiny(), others=LORA),

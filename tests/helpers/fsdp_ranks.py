@@ -15,6 +15,7 @@ RUNS = {
     "full": (True, {"beta": 0.1, "save_strategy": "steps", "save_steps": 2}),
     "lora": (False, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}),
     "rounded": (True, {"bf16": True, "gradient_checkpointing": True}),  # an adapter, gathered in BF16
+    "experts": (True, {"save_strategy": "steps", "save_steps": 2, "gradient_checkpointing": True}),  # all weights
 }
 
 
@@ -24,6 +25,8 @@ def train(precision: str, tuning: str, path: Path) -> dict:
 
     from trl_quant.layers import unified
 
+    if tuning == "experts":
+        return train_experts(precision, path)
     quantize, made = unified.quantize, []
     unified.quantize = lambda *args: made.append(1) or quantize(*args)
     ours = trained(precision, tuning, path / "ours")
@@ -47,6 +50,32 @@ def train(precision: str, tuning: str, path: Path) -> dict:
     return found
 
 
+def train_experts(precision: str, path: Path) -> dict:
+    """
+    One rank of a mixture, as [`train`]: and whether the engine gets the codes of the weights that the optimizer holds,
+    and none are left in the policy's memory after its passes.
+    """
+    from trl_quant.formats import quantize
+    from trl_quant.layers import UnifiedExperts
+
+    ours = trained(precision, "experts", path / "ours")
+    end, weights = whole(ours), ours.vllm_generation.engine.weights
+    experts = [module for module in ours.model.modules() if isinstance(module, UnifiedExperts)]
+    sent = {name: codes() for name, codes in weights.quantized_weights(precision).items() if ".experts." in name}
+    found = {"log": log(ours), "sharded": all(isinstance(param, DTensor) for param in ours.model.parameters())}
+    found["sent"] = [same(codes, quantize(end[name], precision)) for name, codes in sent.items()]
+    ours.model(input_ids=torch.arange(8).view(1, -1), use_cache=False).logits.sum().backward()
+    found["held"] = sum(len(module.held) for module in experts)
+    found["gradients"] = all(param.grad is not None for module in experts for param in module.parameters())
+    resumed = whole(trained(precision, "experts", path / "ours", resume=True))
+    found["resumed"] = all(tensor.equal(resumed[name]) for name, tensor in end.items())
+    other = trained(precision, "experts", path / "other", sharded=False)
+    plain = trained(None, "experts", path / "plain", rollout_precision=precision)
+    found |= {"other": log(other), "plain": log(plain), "gap": gap(end, whole(other), other.start)}
+    found["plain_gap"] = gap(whole(plain), whole(other), other.start)
+    return found
+
+
 def trained(precision: str | None, tuning: str, path: Path, sharded: bool = True, resume: bool = False, **settings):
     """A trainer after three steps, or after the third alone; `start` is what it started from."""
     from training import config, dataset, lora, make, parameters
@@ -59,8 +88,8 @@ def trained(precision: str | None, tuning: str, path: Path, sharded: bool = True
     settings |= {"train_precision": precision, "max_steps": 3, "max_grad_norm": 0.0, "is_correction": "none"}
     args = config(QuantGRPOConfig, path, **own, **settings)
     torch.manual_seed(0)  # of new adapters
-    peft_config = None if tuning == "full" else lora()
-    model = str(path.parents[1] / "model")
+    peft_config = None if tuning in ("full", "experts") else lora()
+    model = str(path.parents[1] / ("mixture" if tuning == "experts" else "model"))
     trainer = make(QuantGRPOTrainer, args, model=model, train_dataset=dataset(32), peft_config=peft_config)
     trainer.start = parameters(trainer)
     trainer.train(f"{path}/checkpoint-2" if resume else None)

@@ -96,6 +96,18 @@ def test_gradients(kind, device):
 
 
 @on_devices
+def test_gradients_of_experts(device):
+    """The scales of its own expert multiply each row."""
+    for dtype, shape in in_types(DTYPES, SHAPES):
+        dy = inputs("random", dtype, shape).to(device)
+        scale = torch.linspace(1e-4, 3, 3 * shape[1], device=device).view(3, shape[1])
+        owner = (torch.arange(shape[0], device=device) * 3 // shape[0]).to(torch.int32)
+        given = kernels.quantize_gradient(dy, scale, quantizers.LEAST_GRADIENT, owner)
+        right = quantizers.quantize_fp8(dy.float() * scale[owner], quantizers.LEAST_GRADIENT)
+        assert_equal(given, replace(right, dtype=dtype))
+
+
+@on_devices
 @pytest.mark.parametrize(
     ("kind", "least"), [*((kind, FP8Block.least_amax) for kind in KINDS), ("small", quantizers.LEAST_GRADIENT)]
 )
@@ -275,14 +287,16 @@ LONG = {"INT8": False, "ON_CUDA": True, "COLS": 2048}
 COMPILED = {
     "int8 rows": (
         kernels.rows_kernel,
-        "*bf16 - - - *i8 *fp32 i32 i32 i32 fp32",
+        "*bf16 - - - - *i8 *fp32 i32 i32 i32 fp32",
         ROWS | {"INT8": True, "ON_CUDA": True},
         4,
     ),
-    "fp8 rows": (kernels.rows_kernel, "*bf16 - - - *fp8e4nv *fp32 i32 i32 i32 fp32", FP8_ROWS, 4),
-    "fp8 gradients": (kernels.rows_kernel, "*bf16 - - *fp32 *fp8e4nv *fp32 i32 i32 i32 fp32", FP8_ROWS, 4),
-    "fp8 long": (kernels.long_rows_kernel, "*bf16 - - *fp32 *fp8e4nv *fp32 i32 i32 i32 fp32", LONG, 8),
-    "silu, long": (kernels.long_rows_kernel, "*bf16 *bf16 *bf16 - *fp8e4nv *fp32 i32 i32 i32 fp32", LONG, 8),
+    "fp8 rows": (kernels.rows_kernel, "*bf16 - - - - *fp8e4nv *fp32 i32 i32 i32 fp32", FP8_ROWS, 4),
+    "fp8 gradients": (kernels.rows_kernel, "*bf16 - - *fp32 - *fp8e4nv *fp32 i32 i32 i32 fp32", FP8_ROWS, 4),
+    "of experts": (kernels.rows_kernel, "*bf16 - - *fp32 *i32 *fp8e4nv *fp32 i32 i32 i32 fp32", FP8_ROWS, 4),
+    "fp8 long": (kernels.long_rows_kernel, "*bf16 - - *fp32 - *fp8e4nv *fp32 i32 i32 i32 fp32", LONG, 8),
+    "of experts, long": (kernels.long_rows_kernel, "*bf16 - - *fp32 *i32 *fp8e4nv *fp32 i32 i32 i32 fp32", LONG, 8),
+    "silu, long": (kernels.long_rows_kernel, "*bf16 *bf16 *bf16 - - *fp8e4nv *fp32 i32 i32 i32 fp32", LONG, 8),
     "groups": (
         kernels.groups_kernel,
         "*bf16 - - *fp8e4nv *fp32 - - i32 i32 i32 i32 fp32",
@@ -323,7 +337,7 @@ def test_compiles_for_hopper(name):
     if name != "gradients" and "silu" not in name:
         assert not re.findall(r"\.ftz|\.approx|div\.full", ptx)
     assert re.search(r"st\.global\.v[24]\.b32|st\.global\.b64", ptx)
-    if name in ("fp8 rows", "fp8 gradients", "fp8 long", "groups", "both", "inverted"):
+    if name in ("fp8 rows", "fp8 gradients", "of experts", "fp8 long", "groups", "both", "inverted"):
         values = 64 if name not in ("both", "inverted") else 128  # of a thread
         assert ptx.count("div.rn.f32") <= values // 3, "a division for each scale, none for each value"
         assert "cvt.rn.satfinite.e4m3x2.f32" in ptx

@@ -24,7 +24,8 @@ PACKED = ["packed-int4-full", "packed-int4-lora"]
 LATE = ["late-int8-lora"]
 MASKED = ["masked-int4-full", "masked-int8-lora"]
 SHARDED = ["sharded-fp8_block-full", "sharded-int8-lora", "sharded-int8-rounded"]
-WITHOUT_VLLM = EMBEDDED + PPO + PASSES + TRAINED + PACKED + LATE + MASKED + SHARDED
+SHARDED_EXPERTS = "sharded-fp8-experts"
+WITHOUT_VLLM = EMBEDDED + PPO + PASSES + TRAINED + PACKED + LATE + MASKED + SHARDED + [SHARDED_EXPERTS]
 # launch -> (accelerate's configuration, cases)
 LAUNCHES = {
     "ddp": (
@@ -40,6 +41,7 @@ LAUNCHES = {
             *PACKED,
             *MASKED,
             *SHARDED,
+            SHARDED_EXPERTS,
             "fsdp2-int8-lora",
             "unified-int8-full",
             "split-int8-lora",
@@ -201,6 +203,18 @@ def test_in_the_numbers_that_sample_fsdp2_trains_as_the_whole(found, case):
         assert abs(ours["mismatch/kl_k3"]) < 2e-4 < 1e-3 < plain["mismatch/kl_k3"]
     kl = [entry["kl"] for entry in left["log"]]
     assert kl == [None] * 3 if "lora" in case else abs(kl[0]) < 1e-6 < kl[-1]
+    assert left["gap"] == 0 and left["plain_gap"] > 0.3
+
+
+def test_experts_in_the_numbers_that_sample_train_under_fsdp2_as_the_whole(found):
+    """Bit for bit, and resumed. The engine's codes are those of the optimizer's weights; a layer frees its own."""
+    left, right = found("fsdp2", SHARDED_EXPERTS)
+    assert left == right and left["sharded"] and left["resumed"] and left["gradients"]
+    assert all(left["sent"]) and len(left["sent"]) == 4 and left["held"] == 0
+    for ours, theirs, plain in zip(left["log"], left["other"], left["plain"], strict=True):
+        assert all(ours[name] == theirs[name] for name in ("loss", "reward"))
+        assert abs(ours["mismatch/kl_k3"]) < 0.2 * plain["mismatch/kl_k3"]
+    assert len({entry["reward"] for entry in left["log"]}) == 3
     assert left["gap"] == 0 and left["plain_gap"] > 0.3
 
 

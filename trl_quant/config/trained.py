@@ -3,12 +3,12 @@
 from accelerate.utils import is_compiled_module
 from torch.nn import Module
 
-from ..layers import FrozenLinear
+from ..layers import FrozenExperts, FrozenLinear
 
 
 def check_untouched(args, model) -> None:
     """Raises `ValueError` for a model that an earlier trainer put into codes, or onto an engine's kernels."""
-    packed = {module.precision for module in model.modules() if isinstance(module, FrozenLinear)}
+    packed = {module.precision for module in model.modules() if isinstance(module, FrozenLinear | FrozenExperts)}
     if packed and not args.spec.training.freezes_base:
         raise ValueError(
             f"`train_precision`={args.train_precision!r}, but the policy's base is held in "

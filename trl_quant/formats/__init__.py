@@ -97,6 +97,18 @@ class QuantizedTensor:
     def device(self) -> torch.device:
         return self.values.device
 
+    def expert(self, expert: int) -> "QuantizedTensor":
+        """Returns one matrix of a weight (experts, out, in), as views."""
+        g = self.global_scale
+        g = None if g is None else g[expert]
+        values, scale = self.values[expert], self.scale[expert]
+        return replace(self, values=values, scale=scale, shape=self.shape[1:], global_scale=g)
+
+    def rows(self, rows: slice) -> "QuantizedTensor":
+        """Returns some rows of a matrix whose scales belong to its rows, as views."""
+        values = self.values[rows]
+        return replace(self, values=values, scale=self.scale[rows], shape=values.shape)
+
     def to(self, device: torch.device | str) -> "QuantizedTensor":
         """Copies this tensor to another device."""
         g = self.global_scale

@@ -118,21 +118,34 @@ def group_codes(x, least, INVERTS: tl.constexpr):
     return to_e4m3(_scaled(x, scale[:, None], INVERTS)), scale
 
 
+@triton.jit
+def _factor(factor_ptr, owner_ptr, row, rows, col, cols):
+    """Loads the factors of some columns: of all rows (columns,), or of the expert that owns each row."""
+    if owner_ptr is None:
+        return tl.load(factor_ptr + col, mask=col < cols, other=0.0)
+    else:
+        owner = tl.load(owner_ptr + row, mask=row < rows, other=0).to(tl.int64)[:, None]
+        return tl.load(factor_ptr + owner * cols + col, mask=(row < rows)[:, None] & (col < cols), other=0.0)
+
+
 # Kernels
 
 
 @triton.jit
 def rows_kernel(
-    x_ptr, up_ptr, y_ptr, factor_ptr, values_ptr, scale_ptr, rows, cols, stride, least,
+    x_ptr, up_ptr, y_ptr, factor_ptr, owner_ptr, values_ptr, scale_ptr, rows, cols, stride, least,
     INT8: tl.constexpr, ON_CUDA: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """ "fp8", "int8": one scale for each row of (rows, cols), whose columns are multiplied by `factor` first."""
+    """
+    "fp8", "int8": one scale for each row of (rows, cols), whose columns are multiplied by `factor` first. With `owner`,
+    the number of an expert for each row, `factor` has a row for each expert.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, COLS)[None, :]
     mask = (row < rows)[:, None] & (col < cols)
     x = _input(x_ptr, up_ptr, y_ptr, row.to(tl.int64)[:, None], col, cols, stride, mask)
     if factor_ptr is not None:
-        x = x * tl.load(factor_ptr + col, mask=col < cols, other=0.0)
+        x = x * _factor(factor_ptr, owner_ptr, row, rows, col, cols)
     codes, scale = row_codes(x, least, INT8, ON_CUDA)
     tl.store(values_ptr + row.to(tl.int64)[:, None] * cols + col, codes, mask=mask)
     tl.store(scale_ptr + row, scale, mask=row < rows)
@@ -140,7 +153,7 @@ def rows_kernel(
 
 @triton.jit
 def long_rows_kernel(
-    x_ptr, up_ptr, y_ptr, factor_ptr, values_ptr, scale_ptr, rows, cols, stride, least,
+    x_ptr, up_ptr, y_ptr, factor_ptr, owner_ptr, values_ptr, scale_ptr, rows, cols, stride, least,
     INT8: tl.constexpr, ON_CUDA: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """As `rows_kernel`, for one row, in parts of COLS columns: first its maximum, then its codes."""
@@ -150,7 +163,7 @@ def long_rows_kernel(
         col = start + tl.arange(0, COLS)[None, :]
         x = _input(x_ptr, up_ptr, y_ptr, row, col, cols, stride, col < cols)
         if factor_ptr is not None:
-            x = x * tl.load(factor_ptr + col, mask=col < cols, other=0.0)
+            x = x * _factor(factor_ptr, owner_ptr, tl.program_id(0) + tl.arange(0, 1), rows, col, cols)
         largest = tl.maximum(largest, tl.abs(x))
     scale, by = _row_scale(tl.max(largest, axis=1), least, INT8, ON_CUDA)
     tl.store(scale_ptr + tl.program_id(0) + tl.arange(0, 1), scale)
@@ -163,7 +176,7 @@ def long_rows_kernel(
         else:
             x = wide(tl.load(y_ptr + row * cols + col, mask=col < cols, other=0.0))
         if factor_ptr is not None:
-            x = x * tl.load(factor_ptr + col, mask=col < cols, other=0.0)
+            x = x * _factor(factor_ptr, owner_ptr, tl.program_id(0) + tl.arange(0, 1), rows, col, cols)
         tl.store(values_ptr + row * cols + col, _codes(x, by, INT8), mask=col < cols)
 
 
@@ -334,10 +347,12 @@ def rows(
     up: Tensor | None = None,
     factor: Tensor | None = None,
     least: float | None = None,
+    owner: Tensor | None = None,
 ) -> tuple[QuantizedTensor, Tensor | None]:
     """
     Applies [`quantize_rows`] to x or, with `up`, to y = silu(x) up, and returns y as well. The columns are multiplied
-    by `factor`, and `least` replaces the format's smallest maximum.
+    by `factor` (columns,), or by its row (experts, columns) of each row's `owner`. `least` replaces the format's
+    smallest maximum.
     """
     (rows, cols), fmt = x.shape, FORMATS[format]
     least = fmt.least_amax if least is None else least
@@ -345,7 +360,7 @@ def rows(
     y = None if up is None else x.new_empty(rows, cols)
     values = x.new_empty(rows, cols, dtype=torch.int8 if fmt.integers else torch.float8_e4m3fn)
     scale = x.new_empty(rows, 1, dtype=torch.float32)
-    given = x, up, y, factor, values, scale, rows, cols, stride, least
+    given = x, up, y, factor, owner, values, scale, rows, cols, stride, least
     width = max(triton.next_power_of_2(cols), 16)
     height = max(LONGEST_IN_ONE_PASS // width, 1)
     with on(x):
@@ -386,9 +401,9 @@ def quantize_rows(x: Tensor, format: str, on_cuda: bool) -> QuantizedTensor:
     return rows(x, format, on_cuda)[0]
 
 
-def quantize_gradient(dy: Tensor, factor: Tensor, least: float) -> QuantizedTensor:
-    """Computes `quantizers.quantize_gradient` with scales `factor` (N,) of the weight's rows."""
-    return rows(dy, "fp8", True, factor=factor, least=least)[0]
+def quantize_gradient(dy: Tensor, factor: Tensor, least: float, owner: Tensor | None = None) -> QuantizedTensor:
+    """Computes `quantizers.quantize_gradient` with scales `factor`, (N,) or (E, N), of the weight's rows."""
+    return rows(dy, "fp8", True, factor=factor, least=least, owner=owner)[0]
 
 
 def quantize_groups(x: Tensor, least: float, inverts: bool = False) -> QuantizedTensor:

@@ -25,8 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..formats import QuantizedTensor
 from ..precisions import PRECISIONS
-from .quantized import EngineWeight, embedded_linear, engine_weight
+from .quantized import EngineWeight, embedded_linear, engine_weight, held_weight
 
 
 class _Expert(NamedTuple):
@@ -98,3 +99,20 @@ class UnheldExperts(EngineExperts):
     def __getitem__(self, expert: int | Tensor) -> _Expert:
         weight, _ = engine_weight(self.read()[expert].detach(), self.format, self.dtype)
         return _Expert(weight, self.format)
+
+
+class HeldExperts(EngineExperts):
+    """
+    As [`EngineExperts`], for codes that another module holds.
+
+    Parameters:
+        codes ([`~formats.QuantizedTensor`]): The weights, (experts, out, in).
+        precision, dtype: As in [`EngineExperts`].
+    """
+
+    def __init__(self, codes: QuantizedTensor, precision: str, dtype: torch.dtype):
+        super().__init__(codes.shape, precision, dtype)
+        self.codes = codes
+
+    def __getitem__(self, expert: int | Tensor) -> _Expert:
+        return _Expert(held_weight(self.codes.expert(expert), self.dtype)[0], self.format)

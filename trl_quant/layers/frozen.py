@@ -144,6 +144,10 @@ class FrozenLinear(QuantLinear, nn.Linear):
         tensors = (self.weight_packed, self.weight_scale, self.weight_global_scale)
         return *tensors, self.format, self.out_features, self.in_features, self.dtype, self.factor
 
+    def packed(self) -> list[Tensor]:
+        """Returns the tensors that hold codes and scales."""
+        return [tensor for tensor in self.stored()[:3] if tensor is not None]
+
     def codes(self) -> QuantizedTensor:
         """
         Returns the quantized weight (out, in): the same object until its parameters are replaced or written to. Raises

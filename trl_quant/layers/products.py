@@ -60,24 +60,25 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
 
 def transposed(w: QuantizedTensor) -> QuantizedTensor:
     """
-    Transposes a weight (N, K) to (K, N). The blocks of "fp8_block" are square, so no value changes. In "fp8" the result
-    has scales of 1, because [`quantizers.quantize_gradient`] applies the scales of the rows.
+    Transposes a weight (N, K) to (K, N), or (E, N, K) to (E, K, N). The blocks of "fp8_block" are square, so no value
+    changes. In "fp8" the result has scales of 1, because [`quantizers.quantize_gradient`] applies the scales of the
+    rows.
     """
     if w.values.is_cuda:
         from ..kernels import unified as kernels
 
         values = kernels.transpose(w.values)
     else:
-        values = w.values.t().contiguous()
+        values = w.values.mT.contiguous()
     per_row = FORMATS[w.format].per_row
-    scale = _ones(len(values), values.device) if per_row else w.scale.t().contiguous()
-    return QuantizedTensor(w.format, values, scale, torch.Size(reversed(w.shape)), w.dtype)
+    scale = _ones(values.shape[:-1], values.device) if per_row else w.scale.mT.contiguous()
+    return QuantizedTensor(w.format, values, scale, values.shape, w.dtype)
 
 
 @cache
-def _ones(rows: int, device: torch.device) -> Tensor:
-    """Returns scales of 1 in FP32, (rows, 1). They are shared, so they must not be written to."""
-    return torch.ones(rows, 1, dtype=torch.float32, device=device)
+def _ones(rows: torch.Size, device: torch.device) -> Tensor:
+    """Returns scales of 1 in FP32, (*rows, 1). They are shared, so they must not be written to."""
+    return torch.ones(*rows, 1, dtype=torch.float32, device=device)
 
 
 # Products

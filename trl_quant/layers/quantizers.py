@@ -153,20 +153,22 @@ def quantize_for_both(x: Tensor, least: float = FP8Block.least_amax) -> tuple[Qu
     return quantize_groups_for_both(x, least, inverts())
 
 
-def quantize_gradient(dy: Tensor, scale: Tensor) -> QuantizedTensor:
+def quantize_gradient(dy: Tensor, scale: Tensor, owner: Tensor | None = None) -> QuantizedTensor:
     """
     Quantizes `dy diag(scale)` to "fp8", with one scale a token: the gradient of a layer's outputs, with the scales of
     the weight's rows folded in, because they vary along the sum of dX.
 
     Args:
         dy (`torch.Tensor`): (T, N), BF16 or FP32, finite.
-        scale (`torch.Tensor`): (N, 1).
+        scale (`torch.Tensor`): (N, 1); (E, N, 1) for the weights of E experts.
+        owner (`torch.Tensor`, *optional*): The number of each token's expert, (T,).
     """
-    dy, factor = dy.detach(), scale.float().flatten()
+    dy, factor = dy.detach(), scale.float().squeeze(-1)
     if has_kernels(dy, "fp8"):
         from ..kernels import unified as kernels
 
-        return kernels.quantize_gradient(dy, factor, LEAST_GRADIENT)
+        return kernels.quantize_gradient(dy, factor, LEAST_GRADIENT, owner)
+    factor = factor if owner is None else factor[owner]
     return replace(quantize_fp8(dy.float() * factor, LEAST_GRADIENT), dtype=dy.dtype)
 
 

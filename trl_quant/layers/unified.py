@@ -122,7 +122,7 @@ class UnifiedLinear(QuantLinear, nn.Linear):
                 weight = self.weight.detach().to(self.rounds_to or self.weight.dtype)
                 if delta is not None:
                     weight = torch.add(weight, delta(), out=torch.empty_like(weight))
-                self._codes = _quantize(weight, self.format, self.shared_scale(weight))
+                self._codes = quantize_weight(weight, self.format, self.shared_scale(weight))
                 self._made_of = made_of
         return self._codes
 
@@ -195,7 +195,7 @@ class SampledLinear(QuantLinear, nn.Module):
         if isinstance(weight, Tensor):
             self.weight = None  # frees the old codes first
             with torch.autocast(weight.device.type, enabled=False):
-                weight = _quantize(weight, self.format)
+                weight = quantize_weight(weight, self.format)
         self.weight = weight
 
     def codes(self) -> QuantizedTensor:
@@ -203,7 +203,7 @@ class SampledLinear(QuantLinear, nn.Module):
         return self.weight
 
 
-def _quantize(weight: Tensor, format: str, global_scale: Tensor | None = None) -> QuantizedTensor:
+def quantize_weight(weight: Tensor, format: str, global_scale: Tensor | None = None) -> QuantizedTensor:
     """Calls `formats.quantize`, or on a GPU its kernel, without the check for NaN, which would wait for the GPU."""
     if weight.is_cuda:
         from ..kernels.quantize import quantize_any

@@ -5,8 +5,9 @@ of experts keep their type: a quantized router would send tokens to other expert
 
 | question | answer | asked by |
 |---|---|---|
-| Which layers of this model, experts included? | [`sampled_linears`] | embedded engine, drift metrics, checkpoints |
-| Which layers of this dense model? | [`dense_linears`] | vLLM's engines, training in low precision |
+| Which layers of this model, experts included? | [`sampled_linears`] | embedded engine, training in FP8, checkpoints |
+| Which modules hold these layers? | [`places_of_modules`] | the same |
+| Which layers of this dense model? | [`dense_linears`] | frozen bases, vLLM behind a server |
 | Which linear layers stay unquantized? | [`unquantized_linears`] | engines, `trl-quant prepare` and `export` |
 | Is this tensor of a checkpoint or a stream one? | [`is_quantizable`] | readers and writers of checkpoints |
 | Which layers does an engine fuse with this one? | [`fused_with`], [`FusedGroups`] | code that keeps them together |
@@ -108,6 +109,12 @@ def sampled_linears(model: nn.Module) -> dict[str, LinearLayer]:
             f"transformers' {', '.join(known)}."
         )
     return found
+
+
+def places_of_modules(layers: dict[str, LinearLayer]) -> list[str]:
+    """Returns the paths of the modules of `layers`, of which experts in one tensor have that of their layer."""
+    own = (place.rpartition(".")[0] if layer.holds_experts else place for place, layer in layers.items())
+    return list(dict.fromkeys(own))
 
 
 def dense_linears(model: nn.Module) -> dict[str, LinearLayer]:

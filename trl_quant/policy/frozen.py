@@ -19,13 +19,14 @@ from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..formats import FORMATS, global_scale
-from ..layers import FrozenLinear
-from ..models.linears import FusedGroups, LinearLayer, dense_linears, is_quantizable
+from ..formats import FORMATS, global_scale, quantize
+from ..layers import FrozenExperts, FrozenLinear
+from ..models.linears import FusedGroups, LinearLayer, is_quantizable, places_of_modules, sampled_linears
 from ..precisions import PRECISIONS, bitsandbytes_bases, unified_flows
 from ..reading import reading
 from ..storage.quantization import check_prepared
 from .adapters import adapt_frozen, check_lora, check_plain_lora, with_frozen_layers
+from .unified import is_silu
 
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,10 @@ class FrozenBaseConfig(QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class FrozenBaseQuantizer(HfQuantizer):
-    """Replaces each linear layer of the decoder by a [`~layers.FrozenLinear`] when its weight is read."""
+    """
+    Replaces each linear layer of the decoder by a [`~layers.FrozenLinear`], and the experts of each layer by
+    [`~layers.FrozenExperts`], when their weights are read.
+    """
 
     def __init__(self, quantization_config: FrozenBaseConfig, **kwargs):
         super().__init__(quantization_config, **kwargs)
@@ -83,7 +87,7 @@ class FrozenBaseQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs):
         prepared = self.quantization_config.prepared
-        layers = dense_linears(model)
+        layers = sampled_linears(model)
         if not layers:
             raise ValueError(
                 f"{type(model).__name__} has no linear layers in its decoder to hold in {self.precision!r} (GPT-2's "
@@ -92,6 +96,11 @@ class FrozenBaseQuantizer(HfQuantizer):
         if prepared is None:
             self.packer = Packer(layers, self.precision, self.dtype)
             return
+        if any(layer.is_expert for layer in layers.values()):
+            raise ValueError(
+                f"{type(model).__name__}: a base of experts is not read from a checkpoint that `trl-quant prepare` "
+                "wrote. Start from the 16-bit checkpoint, which is packed while it is read."
+            )
         for place, layer in layers.items():
             linear = model.get_submodule(place)
             if is_quantizable(f"{layer.name}.weight", linear.weight, prepared):
@@ -106,8 +115,7 @@ class FrozenBaseQuantizer(HfQuantizer):
         return [WeightRenaming(f"{place}.weight$", f"{place}.weight_packed") for place in self.renamed]
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs) -> bool:
-        name, _, kind = param_name.rpartition(".")
-        return kind == "weight" and self.packer is not None and name in self.packer.layers
+        return self.packer is not None and param_name.removesuffix(".weight") in self.packer.layers
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
         if self.param_needs_quantization(model, param_name):
@@ -121,7 +129,7 @@ class FrozenBaseQuantizer(HfQuantizer):
         if self.packer is not None:
             self.packer.finish(model)
         for module in model.modules():
-            if isinstance(module, FrozenLinear):
+            if isinstance(module, FrozenLinear | FrozenExperts):
                 module.requires_grad_(False)
         keep_from_ddp(model)
         return model
@@ -158,8 +166,14 @@ class Packer:
         self.groups = FusedGroups(lambda place: layers[place].fused)
 
     def take(self, model: nn.Module, place: str, weight: Tensor) -> None:
-        """Packs `weight`, (out, in), of the layer at `place`, at once or with the last layer that shares its scale."""
+        """
+        Packs `weight`, (out, in) or (experts, out, in), of the layer or tensor at `place`, at once or with the last
+        layer that shares its scale.
+        """
         weight = weight.to(self.dtype)
+        if self.layers[place].holds_experts:
+            self._pack_experts(model, place, weight)
+            return
         group = self.groups.add(place, weight) if self.shares_scale else {place: weight}
         if group:
             self._pack(model, group)
@@ -168,6 +182,17 @@ class Packer:
         """Packs the layers that still wait for others of their group."""
         for group in self.groups.rest():
             self._pack(model, group)
+
+    def _pack_experts(self, model: nn.Module, place: str, weight: Tensor) -> None:
+        path, _, leaf = place.rpartition(".")
+        experts = model.get_submodule(path)
+        if not isinstance(experts, FrozenExperts):
+            experts = FrozenExperts(experts, self.precision, self.dtype, is_silu(experts.act_fn))
+            model.set_submodule(path, experts)
+        try:
+            experts.fill(leaf, quantize(weight, experts.format))
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from error
 
     def _pack(self, model: nn.Module, weights: dict[str, Tensor]) -> None:
         shared = {"global_scale": global_scale(*weights.values())} if self.shares_scale else {}
@@ -195,11 +220,16 @@ def freeze(model: nn.Module, precision: str, dtype: torch.dtype = torch.bfloat16
             Type of the checkpoint's weights, to which weights are rounded first.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    packer = Packer(dense_linears(base), precision, dtype)
-    for place in packer.layers:
-        linear = base.get_submodule(place)
-        if not isinstance(linear, FrozenLinear):
-            packer.take(base, place, linear.weight)
+    packer = Packer(sampled_linears(base), precision, dtype)
+    for place in places_of_modules(packer.layers):
+        module = base.get_submodule(place)
+        if isinstance(module, FrozenLinear | FrozenExperts):
+            continue
+        weights = {place: module.weight} if isinstance(module, nn.Linear) else {}
+        if not weights:  # a layer's experts
+            weights = {f"{place}.{leaf}": tensor for leaf, tensor in module.named_parameters(recurse=False)}
+        for name, weight in weights.items():
+            packer.take(base, name, weight)
     packer.finish(base)
     adapt_frozen(model)
     keep_from_ddp(base)
@@ -210,11 +240,16 @@ def keep_from_ddp(model: nn.Module) -> None:
     Excludes the packed weights from DDP's initial broadcast. Every rank has loaded the same weights, and gloo cannot
     send E4M3.
     """
-    layers = [name for name, module in model.named_modules() if isinstance(module, FrozenLinear)]
-    kinds = {name for layer in layers for name, _ in model.get_submodule(layer).named_parameters() if "weight" in name}
+    modules = dict(model.named_modules())
+    layers = [name for name, module in modules.items() if isinstance(module, FrozenLinear)]
+    kinds = {name for layer in layers for name, _ in modules[layer].named_parameters() if "weight" in name}
+    experts = [name for name, module in modules.items() if isinstance(module, FrozenExperts)]
     places = [f"base_model.model.{layer.removesuffix('.base_layer')}" for layer in layers]  # below PEFT's wrapper
     model._ddp_params_and_buffers_to_ignore = [
         f"{place}{wrapped}.{kind}" for place in places for wrapped in ("", ".base_layer") for kind in kinds
+    ]
+    model._ddp_params_and_buffers_to_ignore += [
+        f"base_model.model.{place}.{name}" for place in experts for name, _ in modules[place].named_parameters()
     ]
 
 
@@ -319,7 +354,7 @@ def loading_teacher(args, teacher: str) -> dict:
 
 def _freeze_loaded(model: PreTrainedModel, precision: str, trust_remote_code: bool) -> None:
     """Packs the base of a loaded policy, unless it is held in `precision` already."""
-    packed = {module.precision for module in model.modules() if isinstance(module, FrozenLinear)}
+    packed = {module.precision for module in model.modules() if isinstance(module, FrozenLinear | FrozenExperts)}
     if packed - {precision}:
         raise ValueError(
             f"`train_precision`={precision!r}, but the policy's base is held in {', '.join(map(repr, packed))}."

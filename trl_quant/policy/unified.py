@@ -4,10 +4,11 @@ Trains in FP8 or INT8, or trains all weights in 4 bits: makes the policy compute
 
     policy = Q(W), or Q(W + s B A)         the decoder's linear layers, in trainer and engine alike
 
-[`unify`] builds a [`~layers.UnifiedLinear`] around the weight of each layer. In FP8 and INT8 it also fuses norms and
-the MLPs' activations with the quantizers that follow them. Norms, activations, embeddings and the head keep their
-precision, and all trained and saved weights keep their names and types. FSDP2 shards these weights like any others;
-each rank quantizes the weights that it gathers.
+[`unify`] builds a [`~layers.UnifiedLinear`] around the weight of each layer, and [`~layers.UnifiedExperts`] around the
+experts of a mixture. In FP8 and INT8 it also fuses norms and the MLPs' activations with the quantizers that follow
+them. Norms, activations, routers, embeddings and the head keep their precision, and all trained and saved weights keep
+their names and types. FSDP2 shards the weights of linear layers like any others; each rank quantizes the weights that
+it gathers.
 """
 
 from collections.abc import Iterator
@@ -20,12 +21,12 @@ from transformers import AutoConfig
 from transformers.activations import SiLUActivation
 
 from ..formats import FORMATS
-from ..layers import QuantLinear, UnifiedLinear, share_scale
+from ..layers import QuantExperts, QuantLinear, UnifiedExperts, UnifiedLinear, share_scale
 from ..layers.gated import silu_mul
 from ..layers.joint import Joint
 from ..layers.norm import FusedRMSNorm
 from ..models.families import is_gated_mlp, is_rms_norm
-from ..models.linears import LinearLayer, dense_linears
+from ..models.linears import LinearLayer, places_of_modules, sampled_linears
 from ..models.names import clean_name
 from ..precisions import PRECISIONS, qat_precisions, unified_flows
 from ..reading import reading
@@ -50,11 +51,14 @@ def unify(model: nn.Module, precision: str, merged: bool = False, rounds_to: tor
         rounds_to (`torch.dtype`, *optional*): As in [`~layers.UnifiedLinear`].
 
     Raises:
-        `ValueError`: A layer has another quantized format, an adapter cannot be merged at each step, or the weight
-            into which it is merged is not frozen.
+        `ValueError`: A layer has another quantized format, an adapter cannot be merged at each step, the weight into
+            which it is merged is not frozen, or experts have an adapter or cannot be trained in `precision`.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    layers = dense_linears(base)
+    found = sampled_linears(base)
+    layers = {place: layer for place, layer in found.items() if not layer.holds_experts}
+    for name in places_of_modules({place: layer for place, layer in found.items() if layer.holds_experts}):
+        _unify_experts(base, name, precision, rounds_to)
     for name in layers:
         linear = base.get_submodule(name)
         if isinstance(linear, UnifiedLinear) or multiplies_codes(linear):
@@ -84,6 +88,21 @@ def unify(model: nn.Module, precision: str, merged: bool = False, rounds_to: tor
             share_scale([named[name] for name in fused])
 
 
+def _unify_experts(model: nn.Module, name: str, precision: str, rounds_to: torch.dtype | None) -> None:
+    """Replaces the experts of one layer, in place."""
+    experts = model.get_submodule(name)
+    if isinstance(experts, QuantExperts):
+        return
+    if name.endswith(".base_layer"):  # in PEFT's wrapper of a tensor
+        raise ValueError(
+            f"`train_precision`={precision!r} quantizes experts as they are, and `{clean_name(name)}` has an adapter "
+            "(`target_parameters`, or `target_modules='all-linear'`). Adapt attention alone."
+        )
+    layer = UnifiedExperts(experts, precision, is_silu(experts.act_fn))
+    layer.rounds_to = rounds_to
+    model.set_submodule(name, layer)
+
+
 def _sharing_input(model: nn.Module, layers: dict[str, LinearLayer]) -> Iterator[list[nn.Module]]:
     """Yields the layers that an engine computes as one matrix, with their adapters, if one product can compute them."""
     places = {layer.name: place.removesuffix(".base_layer") for place, layer in layers.items()}
@@ -100,7 +119,7 @@ def fuse(model: nn.Module, layers: dict[str, LinearLayer]) -> None:
 
     Args:
         model (`nn.Module`): A model of transformers whose linear layers multiply codes: see [`multiplies_codes`].
-        layers (`dict[str, LinearLayer]`): The result of [`~models.linears.dense_linears`] before layers were replaced.
+        layers (`dict[str, LinearLayer]`): Of [`~models.linears.linears`], before layers were replaced.
     """
     for layer in model.modules():
         if _is_gated(layer):
@@ -116,7 +135,7 @@ def restore(model: nn.Module) -> None:
             del module.merges, module.number
         if getattr(vars(module).get("forward"), "__func__", None) is Gated.forward:
             del module.forward
-        if isinstance(module, UnifiedLinear | FusedRMSNorm):
+        if isinstance(module, UnifiedLinear | UnifiedExperts | FusedRMSNorm):
             model.set_submodule(name, module.plain())
 
 
@@ -140,9 +159,14 @@ def _fuse_norms(model: nn.Module, layers: dict[str, LinearLayer]) -> None:
 
 def _is_gated(module: nn.Module) -> bool:
     """Whether a module computes `down_proj(silu(gate_proj(x)) * up_proj(x))`, with a `down_proj` that is quantized."""
-    if not is_gated_mlp(module) or not isinstance(module.act_fn, (nn.SiLU, SiLUActivation)):
+    if not is_gated_mlp(module) or not is_silu(module.act_fn):
         return False
     return multiplies_codes(_base(module.down_proj))
+
+
+def is_silu(activation: nn.Module) -> bool:
+    """Whether an activation is SiLU, which our kernels compute."""
+    return isinstance(activation, (nn.SiLU, SiLUActivation))
 
 
 class Gated:
@@ -179,9 +203,9 @@ def _adapt_base(name: str, layer: nn.Module, merged: bool) -> None:
         layer.enroll()
 
 
-def unified_layers(model: nn.Module) -> list[UnifiedLinear]:
-    """Returns the layers of a model that compute like an engine's."""
-    return [module for module in model.modules() if isinstance(module, UnifiedLinear)]
+def unified_layers(model: nn.Module) -> list[UnifiedLinear | UnifiedExperts]:
+    """Returns the layers of a model, experts included, that compute like an engine's."""
+    return [module for module in model.modules() if isinstance(module, UnifiedLinear | UnifiedExperts)]
 
 
 def checkpoint_dtype(name: str, trust_remote_code: bool = False) -> torch.dtype:

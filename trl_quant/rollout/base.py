@@ -321,7 +321,7 @@ class RolloutEngine:
         Returns the names of the weights that [`quantized_as_trained`] replaces, so that nobody reads their dense
         values. `measured` leaves out those that the drift is measured by.
         """
-        names = {f"{name}.weight" for name in self.weights.unified(self.precision)}
+        names = self.weights.quantized_weights(self.precision)
         return {name for name in names if not (measured and self.drift.measures(name))}
 
     def quantized_as_trained(
@@ -331,12 +331,9 @@ class RolloutEngine:
         Yields the policy's `weights`. If the policy trains in the engine's precision, its quantized weights replace the
         dense ones.
         """
-        layers = {f"{name}.weight": layer for name, layer in self.weights.unified(self.precision).items()}
+        quantized = self.weights.quantized_weights(self.precision)
         for name, tensor in weights:
-            if name in layers:
-                yield name, self.weights.quantized_weight(layers[name])
-            else:
-                yield name, tensor
+            yield name, quantized[name]() if name in quantized else tensor
 
     # Checkpoints
 

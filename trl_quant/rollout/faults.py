@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from ..layers import FrozenLinear
+from ..layers import FrozenExperts, FrozenLinear
 from ..models.linears import is_mixtures
 from ..models.names import clean_name
 from .tensors import base_layer, outer_modules
@@ -98,6 +98,9 @@ def _shapes(policy: PreTrainedModel) -> Iterator[tuple[str, tuple[int, ...] | No
             yield f"{path}.weight", None
             if layer.bias is not None:
                 yield f"{path}.bias", None
+            continue
+        if isinstance(layer, FrozenExperts):
+            yield from ((f"{path}.{leaf}", None) for leaf in layer.leaves)
             continue
         for name, param in layer.named_parameters(recurse=False):
             shape = tuple(getattr(param, "ds_shape", param.shape))

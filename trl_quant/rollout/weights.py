@@ -6,8 +6,9 @@ read the same weights in the same order. Nothing here writes to the policy.
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ..formats import QuantizedTensor
-from ..layers import FrozenLinear, UnifiedLinear
+from ..layers import FrozenExperts, FrozenLinear, UnifiedExperts, UnifiedLinear
 from ..models.linears import LinearLayer, sampled_linears, sent_with
 from ..models.names import clean_name
 from ..policy.adapters import UnifiedLoraLinear, delta_weight
@@ -100,6 +101,12 @@ class PolicyWeights:
                 for leaf, tensor in tensors.items():
                     yield clean_name(f"{path}.{leaf}"), tensor
                 continue
+            if isinstance(module, FrozenExperts):
+                for leaf in module.leaves:
+                    name = clean_name(f"{path}.{leaf}")
+                    if groups is None or sent_with(name) in groups:
+                        yield name, module.dequantize(leaf)
+                continue
             for leaf, param in module.named_parameters(recurse=False):
                 name = f"{path}.{leaf}" if path else leaf
                 if id(param) in seen or self._is_adapters(name):
@@ -143,10 +150,10 @@ class PolicyWeights:
         is_active = saved_whole is None or saved_whole[1] in self.model.active_adapters
         return self.model.prefix in name or ".original_module." in name or not is_active
 
-    def frozen(self) -> Iterator[tuple[str, FrozenLinear]]:
-        """Yields the clean names and the layers of a frozen base."""
+    def frozen(self) -> Iterator[tuple[str, FrozenLinear | FrozenExperts]]:
+        """Yields the clean names and the layers of a frozen base, and the experts of each of its layers."""
         for path, module in self.model.named_modules():
-            if isinstance(module, FrozenLinear):
+            if isinstance(module, FrozenLinear | FrozenExperts):
                 yield clean_name(path), module
 
     def multiplies_in(self, precision: str) -> bool:
@@ -166,19 +173,37 @@ class PolicyWeights:
                 continue
             if isinstance(module, UnifiedLoraLinear) and module.merges:
                 adapted = f"{path}."
-            elif not isinstance(module, UnifiedLinear) or (adapted and path.startswith(adapted)):
+            elif not isinstance(module, UnifiedLinear | UnifiedExperts) or (adapted and path.startswith(adapted)):
                 continue
             if base_layer(module).precision == precision:
                 found[clean_name(path)] = module
         return found
 
+    def quantized_weights(self, precision: str) -> dict[str, Callable[[], QuantizedTensor]]:
+        """
+        Returns, by the names of the weights that the layers of [`unified`] quantize, functions that return them
+        quantized.
+        """
+        found = {}
+        for name, layer in self.unified(precision).items():
+            if isinstance(layer, UnifiedExperts):
+                found |= {f"{name}.{leaf}": partial(self._quantized_experts, layer, leaf) for leaf in layer.leaves}
+            else:
+                found[f"{name}.weight"] = partial(self.quantized_weight, layer)
+        return found
+
     def quantized_weight(self, layer: nn.Module) -> QuantizedTensor:
         """
-        Returns the quantized weight that a layer of [`unified`] computes with, including an adapter that is merged into
-        it. A sharded layer is gathered and quantized again at each call, with the same result on each rank.
+        Returns the quantized weight that a linear layer of [`unified`] computes with, including an adapter that is
+        merged into it. A sharded layer is gathered and quantized again at each call, with the same result on each rank.
         """
         with self.whole(layer):
             return layer.codes()
+
+    def _quantized_experts(self, experts: UnifiedExperts, leaf: str) -> QuantizedTensor:
+        """As [`quantized_weight`], of the tensor called `leaf` of a layer's experts."""
+        with self.whole(experts, leaf):
+            return experts.codes(leaf)
 
     def forget_quantized_weights(self) -> None:
         """
@@ -186,7 +211,7 @@ class PolicyWeights:
         cached weight may be stale.
         """
         for module in self.model.modules():
-            if isinstance(module, UnifiedLinear):
+            if isinstance(module, UnifiedLinear | UnifiedExperts):
                 module.forget()
 
     def outside_base(self) -> Iterator[tuple[str, Tensor]]:
@@ -194,7 +219,7 @@ class PolicyWeights:
         Yields the parameters that belong neither to the packed weights of a frozen base nor to an adapter: embeddings,
         norms, the head, biases.
         """
-        packed = {id(tensor) for _, module in self.frozen() for tensor in module.stored()[:3]}  # the tensors among them
+        packed = {id(tensor) for _, module in self.frozen() for tensor in module.packed()}
         for name, param in self.parameters().items():
             if id(param) not in packed:
                 yield name, param.data
@@ -272,13 +297,15 @@ class PolicyWeights:
         return param.data
 
     @contextmanager
-    def whole(self, layer: nn.Module) -> Iterator[None]:
+    def whole(self, layer: nn.Module, leaf: str | None = None) -> Iterator[None]:
         """
-        Context in which the parameters of a layer that FSDP2 shards are gathered: in the type of the forward pass for a
-        layer that quantizes its weight, and in their own type for any other.
+        Context in which the parameters of a layer that FSDP2 shards, or only the one called `leaf`, are gathered: in
+        the type of the forward pass for a layer that quantizes its weight, and in their own type for any other.
         """
-        sharded = [(owner, name, param) for owner, name, param in _owned(layer) if isinstance(param, DTensor)]
-        dtype = self.gathered_dtype if isinstance(base_layer(layer), UnifiedLinear) else None
+        owned = [item for item in _owned(layer) if leaf in (None, item[1])]
+        sharded = [(owner, name, param) for owner, name, param in owned if isinstance(param, DTensor)]
+        quantizes = isinstance(base_layer(layer), UnifiedLinear | UnifiedExperts)
+        dtype = self.gathered_dtype if quantizes else None
         try:
             for module, name, param in sharded:
                 setattr(module, name, nn.Parameter(self.full(param).to(dtype or param.dtype), False))

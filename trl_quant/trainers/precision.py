@@ -62,7 +62,7 @@ class WeightsMoved(TrainerCallback):
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         for layer in self.layers:
-            if layer.weight.requires_grad or layer in self.merged:
+            if layer in self.merged or any(param.requires_grad for param in layer.parameters(recurse=False)):
                 layer.forget()
 
 

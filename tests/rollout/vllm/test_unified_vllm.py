@@ -4,8 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
-from tiny import save_tiny
+from slow_routing import mixture_of
+from tiny import save_tiny, tiny_tokenizer
 from training import config, lora, make
 from transformers import AutoModelForCausalLM
 
@@ -21,6 +23,9 @@ from trl_quant.policy.unified import unify
 from trl_quant.rollout import weights
 from trl_quant.rollout.vllm import engine as room
 from trl_quant.rollout.vllm import support
+from trl_quant.rollout.vllm.base import VLLMBase
+from trl_quant.storage.experts import NamesOnDisk
+from trl_quant.storage.layout import checkpoint_stream
 
 
 pytestmark = pytest.mark.vllm
@@ -71,6 +76,29 @@ def test_nothing_is_merged_that_nobody_reads(tmp_path, monkeypatch):
     merged.clear()
     dict(sampler.policy_stream())  # whose values are read again
     assert len(merged) == len(sampler.weights.unified("int8"))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "glm4_moe"])
+def test_a_mixtures_codes(family, monkeypatch):
+    """As vLLM on a GPU gets them: those of a checkpoint of the policy, with nothing quantized for the sync."""
+    model = mixture_of(family)
+    unify(model, "fp8")
+    monkeypatch.setattr("trl_quant.rollout.vllm.base.check_experts_here", lambda precision: None)
+    sampler = VLLMBase(model, Accelerator(cpu=True), tiny_tokenizer(), precision="fp8")
+    sampler.plan_stream(prepared=False)
+    made, right = [], sampler.quantizers["quantizer"]
+    sampler.quantizers["quantizer"] = lambda *args, **given: made.append(1) or right(*args, **given)
+    names = NamesOnDisk(model)
+    for _ in range(2):
+        expected = dict(checkpoint_stream(names.stream(sampler.weights.stream()), "fp8", sampler.ignore))
+        for measured in (True, False):
+            sent = dict(sampler.stream(measured=measured))
+            assert sent.keys() == expected.keys() and not made
+            for name, tensor in expected.items():
+                assert sent[name].dtype == tensor.dtype and torch.equal(sent[name].float(), tensor.float()), name
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(1.25)
 
 
 def test_an_adapter_beside_a_policy_in_fp32(tmp_path):

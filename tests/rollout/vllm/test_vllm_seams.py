@@ -120,6 +120,7 @@ NAMES = {
     f"{COMPRESSED}.compressed_tensors": "CompressedTensorsLinearMethod",
     f"{COMPRESSED}": "compressed_tensors compressed_tensors_moe",
     f"{COMPRESSED}.compressed_tensors_moe": "compressed_tensors_moe_w8a8_int8",
+    "vllm.model_executor.layers.fused_moe.oracle.fp8": "Fp8MoeBackend",
     "vllm.model_executor.layers.fused_moe.oracle.int8": "Int8MoeBackend",
     f"{COMPRESSED}.schemes": "compressed_tensors_w4a4_mxfp4",
     f"{COMPRESSED}.schemes.compressed_tensors_w4a4_mxfp4": "init_mxfp4_linear_kernel",

@@ -13,6 +13,7 @@ from peft.tuners.tuners_utils import check_target_module_exists
 
 from ...models.families import HEAD
 from ...models.linears import linears
+from ...models.names import clean_name
 from ...policy.adapters import INITIALIZATIONS, NOT_PLAIN
 from ...precisions import unified_flows
 from ...rollout.faults import NO_WEIGHTS, adapter_fault
@@ -96,6 +97,14 @@ def _unfit_for_experts(run: Given) -> str | None:
     return " and ".join(found) if any(isinstance(module, ParamWrapper) for module in plain().modules()) else None
 
 
+def _adapted_tensor(run: Given) -> str | None:
+    """Returns the name of a tensor of experts, or of a router, that the adapter changes; `None` if there is none."""
+    if not run.experts or refusal(_with_adapter, run) is not None:
+        return None
+    wrappers = (item for item in _with_adapter(run).named_modules() if isinstance(item[1], ParamWrapper))
+    return next((clean_name(f"{path}.{wrapper.parameter_name}") for path, wrapper in wrappers), None)
+
+
 def _fault(run: Given) -> str | None:
     policy = _with_adapter(run)
     return adapter_fault(policy, policy.get_base_model())
@@ -169,6 +178,14 @@ RULES = (
         message="`peft_config`: {found} with an adapter of experts or routers (`target_parameters`; PEFT makes them of "
         "`target_modules`='all-linear' too). There PEFT adds a plain product of B and A to tensors in 16 or 32 bits. "
         "Leave it out, or adapt linear layers alone, such as `target_modules=['q_proj', 'v_proj']`.",
+        needs="model",
+    ),
+    Rule(
+        ("train_precision",),
+        when=lambda run: run.args.train_precision is not None and _is_added(run) and _adapted_tensor(run),
+        message="`peft_config` adapts `{found}`, a tensor of experts or a router (`target_parameters`; PEFT makes them "
+        "of `target_modules`='all-linear' too), which `train_precision`={args.train_precision!r} does not merge. Adapt "
+        "attention alone, such as `target_modules=['q_proj', 'v_proj']`.",
         needs="model",
     ),
     Rule(

@@ -82,6 +82,13 @@ RULES = (
     ),
     Rule(
         ("exact_rollouts",),
+        when=lambda run: run.args.exact_rollouts and run.experts,
+        message="`exact_rollouts`=True, but the policy is a mixture of {found} experts, and it was not shown that "
+        "trainer and vLLM multiply those with the same bits. Leave it unset.",
+        needs="model",
+    ),
+    Rule(
+        ("exact_rollouts",),
         when=lambda run: run.args.exact_rollouts and refusal(check_exact, run.config),
         message="{found}",
         needs="start",

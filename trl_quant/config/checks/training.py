@@ -3,7 +3,7 @@
 from ...formats import FORMATS
 from ...models.families import families_with, family_of
 from ...models.linears import linears
-from ...precisions import PRECISIONS, frozen_bases, qat_precisions, unified_flows
+from ...precisions import PRECISIONS, experts_flows, frozen_bases, qat_precisions, unified_flows
 from ...storage.layout import check_groups
 from ...storage.quantization import prepared_precisions
 from ..given import Given, name_of
@@ -36,6 +36,11 @@ def _is_zero3(run: Given) -> bool:
 def _bits(run: Given) -> str:
     """Returns the size of a base in codes, as a share of its size in 16 bits."""
     return f"{FORMATS[PRECISIONS[run.args.train_precision].format].bits / 16:.0%}"
+
+
+def _trains_experts(run: Given) -> bool:
+    """Whether a mixture of experts would train in a `train_precision`."""
+    return run.args.train_precision is not None and run.experts > 0
 
 
 def _uneven_groups(run: Given) -> str | None:
@@ -168,9 +173,26 @@ RULES = (
     ),
     Rule(
         ("train_precision",),
-        when=lambda run: run.args.train_precision is not None and run.experts,
+        when=lambda run: _trains_experts(run) and run.args.train_precision not in experts_flows() and run.experts,
         message="`train_precision`={args.train_precision!r}, but the policy is a mixture of {found} experts, which "
-        "train in 16 or 32 bits. Leave it unset, and set `rollout_precision`.",
+        f"torch multiplies in one call in {listed(experts_flows())} alone. Use that, or leave it unset and set "
+        "`rollout_precision`.",
+        needs="model",
+    ),
+    Rule(
+        ("train_precision",),
+        when=lambda run: (
+            _trains_experts(run) and _trains(run, "frozen") and prepared_precisions(run.config) is not None
+        ),
+        message="`train_precision`={args.train_precision!r} freezes the base of a mixture of experts, which is not "
+        "read from a checkpoint that `trl-quant prepare` wrote. Start from the 16-bit checkpoint.",
+        needs="model",
+    ),
+    Rule(
+        ("train_precision", "torch_compile"),
+        when=lambda run: _trains_experts(run) and run.args.torch_compile,
+        message="`train_precision`={args.train_precision!r} with `torch_compile=True`: how tokens are sorted by expert "
+        "was not tried in a compiled model. Unset one of the two.",
         needs="model",
     ),
     Rule(

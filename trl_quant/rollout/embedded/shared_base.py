@@ -11,7 +11,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...models.linears import dense_linears
+from ...models.linears import places_of_modules, sampled_linears
 from ...noise import noised_norms
 from ...policy.positions import fixed_context, keep_cache
 from ..base import count_layers
@@ -38,7 +38,7 @@ class SharedEngine(TransformersEngine):
         own = set(noised_norms(self.weights.model_type, params)) if self.wide_norms else set()
         shared = [tensor for name, tensor in params.items() if name not in own]
         policy_modules = set(policy.modules())
-        linears = [policy.get_submodule(place) for place in dense_linears(policy)]
+        linears = [policy.get_submodule(place) for place in places_of_modules(sampled_linears(policy))]
         shared += [*policy.buffers(), *linears]
         model = deepcopy(policy, {id(part): part for part in shared})
         for module in model.modules():
@@ -72,7 +72,7 @@ class SharedEngine(TransformersEngine):
         self.mark_current()
 
     def copied_layers(self) -> dict[str, nn.Module]:
-        return {place: self.copy.get_submodule(place) for place in self.weights.linears()}
+        return {place: self.copy.get_submodule(place) for place in places_of_modules(self.weights.linears())}
 
     def replaced_layers(self) -> Collection[str]:
         return ()  # they are the policy's own
@@ -82,7 +82,7 @@ class SharedEngine(TransformersEngine):
         modules, copies = dict(policy.named_modules()), dict(self.copy.named_modules())
         if modules.keys() != copies.keys():
             return False
-        linears = dense_linears(policy)
+        linears = places_of_modules(sampled_linears(policy))
         for path, module in modules.items():
             if ".lora_" in path:  # `follow_adapters` copies these
                 continue

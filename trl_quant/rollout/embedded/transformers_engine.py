@@ -4,7 +4,8 @@ import copy
 import logging
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,13 +27,14 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from ...layers import EngineExperts, EngineLinear, SampledLinear
+from ...formats import QuantizedTensor
+from ...layers import EngineExperts, EngineLinear, SampledExperts, SampledLinear
 from ...models.linears import sampled_linears
 from ...models.routers import routers
 from ...noise import noised_norms
 from ...policy.positions import fix_positions, fixed_context, keep_cache
 from ...policy.routing import choices_recorded
-from ...policy.unified import fuse
+from ...policy.unified import fuse, is_silu
 from ..base import RolloutEngine, count_layers
 from ..engine import Enough, Request, RolloutNoise, Samples
 from ..routing import split_by_request
@@ -226,14 +228,18 @@ class TransformersEngine(RolloutEngine):
         logger.info(
             "The embedded engine samples in %s: %d linear layers.", self.precision, count_layers(model, self.precision)
         )
-        unified = self.weights.unified(self.precision)
+        unified = self.weights.quantized_weights(self.precision)
         for place, layer in layers.items():
             parent, _, leaf = place.rpartition(".")
             module = model.get_submodule(parent)
+            if layer.holds_experts and layer.weight in unified:
+                if not isinstance(module, SampledExperts):  # which both tensors share
+                    model.set_submodule(parent, SampledExperts(module, self.precision, is_silu(module.act_fn)))
+                continue
             if layer.holds_experts:
                 sampling = EngineExperts(layer.shape, self.precision, dtype)
                 delattr(module, leaf)  # torch lets no module take a parameter's place
-            elif self.multiplies_codes or layer.name in unified:
+            elif self.multiplies_codes or layer.weight in unified:
                 sampling = SampledLinear(getattr(module, leaf), self.precision)
             else:
                 sampling = EngineLinear(getattr(module, leaf), self.precision, dtype)
@@ -263,17 +269,13 @@ class TransformersEngine(RolloutEngine):
             if name in buffers:  # shared with the policy, so that later writes act on the copy too
                 path, _, leaf = name.rpartition(".")
                 setattr(self.copy.get_submodule(path), leaf, buffer.to(self.accelerator.device))
-        linears = {
-            name if isinstance(module, EngineExperts) else f"{name}.weight": module
-            for name, module in self.copy.named_modules()
-            if isinstance(module, EngineExperts | EngineLinear | SampledLinear)
-        }
+        linears = self._loaded_layers()
         params = dict(self.copy.named_parameters())
         waiting = {*linears, *params}
         for name, tensor in self.quantized_as_trained(self._measured(linears)):
             if name in linears:
                 try:
-                    linears[name].load(tensor)
+                    linears[name](tensor)
                 except ValueError as error:
                     raise ValueError(f"Cannot quantize `{name}` for the rollout: {error}") from error
             elif name in params:
@@ -286,6 +288,18 @@ class TransformersEngine(RolloutEngine):
         self.sync_metrics = self.drift.metrics()
         self.forget_noise()
         self.mark_current()
+
+    def _loaded_layers(self) -> dict[str, Callable[[Tensor | QuantizedTensor], object]]:
+        """Returns, by the policy's names of the weights, the functions that load them into layers of the copy."""
+        found = {}
+        for name, module in self.copy.named_modules():
+            if isinstance(module, EngineLinear | SampledLinear):
+                found[f"{name}.weight"] = module.load
+            elif isinstance(module, EngineExperts):
+                found[name] = module.load
+            elif isinstance(module, SampledExperts):
+                found |= {f"{name}.{leaf}": partial(module.load, leaf) for leaf in module.leaves}
+        return found
 
     def prepare(self) -> None:
         self.ensure_ready()

@@ -348,6 +348,7 @@ class Reference:
             return stand_ins
         outer = (module for _, module in outer_modules(policy) if isinstance(module, ParamWrapper))
         wrappers = {module.get_base_layer(): module for module in outer} if merged else {}
+        frozen = {layer for _, layer in self.weights.frozen()}
         owners: dict[nn.Module, dict[str, Tensor]] = {}
         for place in found.keys() - layers.keys():
             parent, _, leaf = place.rpartition(".")
@@ -355,6 +356,9 @@ class Reference:
             if owner not in owners:
                 held = dict(owner.named_parameters(recurse=False))
                 owners[owner] = self.weights.merged(wrappers[owner]) if owner in wrappers else held
+            if owner in frozen:  # the engine holds the same codes
+                stand_ins[place] = owner.as_engine(leaf, torch.bfloat16)
+                continue
             read = partial(self._whole, owners[owner], leaf)
             stand_ins[place] = UnheldExperts(read, found[place].shape, engine.precision, torch.bfloat16)
         return stand_ins

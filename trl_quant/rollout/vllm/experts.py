@@ -181,7 +181,14 @@ class ExpertsCheck:
         )
         held_scales = getattr(layer, f"{HELD_AS[leaf]}_scale")[expert]
         same = torch.equal(held.view(torch.uint8), codes.to(held.device).view(torch.uint8))
-        return same and torch.equal(held_scales, scales.to(held_scales))
+        if same and torch.equal(held_scales, scales.to(held_scales)):
+            return True
+        if not FORMATS[self.format].per_row:
+            return False
+        # The values of codes that a policy holds may have other codes when they are quantized again
+        values = (held.float() * held_scales).to(matrix.dtype)
+        own = torch.cat([_of_rank(layer, leaf, part) for part in matrix.chunk(EXPERT_PARTS[leaf])])
+        return torch.equal(values, own.to(values.device))
 
     def _wrong_product(self, layer: nn.Module, gate_up: Tensor, down: Tensor) -> int | None:
         """

@@ -5,8 +5,9 @@ While vLLM loads its model, each of its layers gets the codes and scales of the 
 v), and vLLM prepares them for its kernels. The policy's layers then use their parts of the result and free their own
 memory, so at most one layer is held twice at any time. Marlin, for 4 bits, needs codes and scales in an order of its
 own, which the policy then uses too. CUTLASS and DeepGEMM, for FP8 and INT8, read the rows of codes as they are; the
-policy keeps its own scales, which are small. Embeddings and head are shared unchanged. Norms and biases are not shared:
-the engine's norms get noise, and Marlin reorders biases.
+policy keeps its own scales, which are small. So do the kernels of a mixture's experts ([`experts.AS_LOADED`]), whose
+tensors vLLM allocates before they are shared. Embeddings and head are shared unchanged. Norms and biases are not
+shared: the engine's norms get noise, and Marlin reorders biases.
 
 vLLM first builds its model, without memory for the decoder's layers. It then calls its loader
 ([`~loading.QuantizingLoader`]), which gets the policy's weights from [`lent_weights`].
@@ -29,12 +30,15 @@ from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 
 from ...formats import FORMATS
 from ...formats.fp8 import BLOCK
-from ...layers import FrozenLinear
+from ...layers import FrozenExperts, FrozenLinear
 from ...layers.eager import below_each_other
 from ...layers.marlin import TILE_OUT
+from ...models.names import place_in_layer
+from ...storage.experts import NamesOnDisk
 from ...trl_seams import exchanged
 from ..weights import PolicyWeights
 from .adapter import names_in_vllm, places
+from .experts import AS_LOADED, HELD_AS, backend_of, expert_layers
 from .support import warn_of_two_copies
 
 
@@ -90,7 +94,9 @@ def share(model: nn.Module, weights: PolicyWeights, device: torch.device) -> boo
     Returns:
         `bool`: Whether the base is shared. If not, the model got memory of its own, and its weights must be loaded.
     """
-    base = dict(weights.frozen())
+    frozen = dict(weights.frozen())
+    base = {name: layer for name, layer in frozen.items() if isinstance(layer, FrozenLinear)}
+    experts = _pairs_of_experts(model, frozen)
     unallocated = {name: layer for name, layer in model.named_modules() if _lacks_memory(layer)}
     parts = _parts(model, base)
     for name, layer in unallocated.items():
@@ -98,12 +104,19 @@ def share(model: nn.Module, weights: PolicyWeights, device: torch.device) -> boo
         if reason is not None:
             _allocate_own(list(unallocated.values()), device, reason)
             return False
+    for layer, own in experts:
+        reason = _why_experts_are_not_shared(layer, own)
+        if reason is not None:
+            _allocate_own(list(unallocated.values()), device, reason)
+            return False
     other_weights = dict(weights.outside_base())
-    model.load_weights(iter(other_weights.items()))
+    model.load_weights(NamesOnDisk(weights.base_model).stream(other_weights.items()))
     # In a thread of its own, because vLLM's sleep mode discards memory that the loading thread allocates
     with ThreadPoolExecutor(1) as thread:
         for layer in unallocated.values():
             thread.submit(_merge, layer, parts[layer]).result()
+        for layer, own in experts:
+            thread.submit(_merge_experts, layer, own).result()
     params, shared = dict(model.named_parameters()), 0
     matrices = {name.removesuffix(".weight"): tensor for name, tensor in other_weights.items() if tensor.ndim == 2}
     for name, vllm_name in names_in_vllm(model, matrices):
@@ -113,6 +126,40 @@ def share(model: nn.Module, weights: PolicyWeights, device: torch.device) -> boo
             shared += 1
     logger.info("Trainer and vLLM hold one copy of %d linear layers and %d embeddings.", len(base), shared)
     return True
+
+
+def _pairs_of_experts(model: nn.Module, frozen: dict[str, nn.Module]) -> list[tuple[nn.Module, FrozenExperts]]:
+    """Returns vLLM's experts of each layer, with the policy's."""
+    layers = expert_layers(model)
+    own = {place_in_layer(f"{name}.")[1]: layer for name, layer in frozen.items() if isinstance(layer, FrozenExperts)}
+    return [(layers[index], own[index]) for index in layers]
+
+
+def _why_experts_are_not_shared(layer: nn.Module, own: FrozenExperts) -> str | None:
+    """Returns the reason why a layer of vLLM's experts cannot share the policy's; `None` if it can."""
+    backend = backend_of(layer)
+    if backend not in AS_LOADED:
+        return f"vLLM holds experts in the order of {backend}, which the trainer cannot read"
+    shapes = [tuple(getattr(own, leaf).shape) for leaf in own.leaves]
+    if shapes != [tuple(getattr(layer, HELD_AS[leaf]).shape) for leaf in own.leaves]:
+        return "each rank of vLLM has a part of each layer's experts"
+    return None
+
+
+@torch.no_grad()
+def _merge_experts(layer: nn.Module, own: FrozenExperts) -> None:
+    """Gives vLLM's experts the policy's codes and scales, and makes the policy use what vLLM then holds."""
+    device = getattr(own, own.leaves[0])
+    with torch.device(device.device), torch.cuda.device_of(device):  # a new thread has no current device yet
+        for leaf in own.leaves:
+            codes, scale = own.codes(leaf), getattr(layer, f"{HELD_AS[leaf]}_scale")
+            setattr(layer, HELD_AS[leaf], nn.Parameter(codes.values, requires_grad=False))
+            scale = nn.Parameter(codes.scale.to(scale.dtype), requires_grad=False)
+            setattr(layer, f"{HELD_AS[leaf]}_scale", scale)
+        layer.quant_method.process_weights_after_loading(layer)
+    layer.quant_method.process_weights_after_loading = lambda layer: None  # vLLM calls it once more after loading
+    for leaf in own.leaves:
+        own.hold(leaf, getattr(layer, HELD_AS[leaf]).data)
 
 
 def _lacks_memory(layer: nn.Module) -> bool:
