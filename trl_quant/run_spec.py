@@ -86,7 +86,7 @@ class EngineSpec:
         exact (`bool`, *optional*, defaults to `False`):
             Whether the results for a token must not depend on the other tokens of its batch.
         returns_routing (`bool`, *optional*, defaults to `False`):
-            Whether vLLM must return the routing of a mixture of experts. An embedded engine always does.
+            Whether vLLM is asked for the routing of a mixture of experts. An embedded engine always returns it.
         request_timeout (`float`, *optional*):
             Seconds that a server may take to answer; `None` for no limit.
         cache_implementation (`str`, *optional*):
@@ -148,7 +148,7 @@ class EngineSpec:
             lora_sync=config.lora_sync,
             sleep_level=config.vllm_sleep_level if config.vllm_enable_sleep_mode else 0,
             exact=config.exact_rollouts,
-            returns_routing=config.router_replay is True,
+            returns_routing=config.router_replay is not False,
             request_timeout=config.vllm_request_timeout,
             cache_implementation=config.cache_implementation,
             **schedule,

@@ -88,8 +88,8 @@ class PolicyFields:
 
     router_replay: bool | None = None
     """Whether scoring and training send each token of a mixture of experts to the experts that the sampler chose
-    (routing replay, R3), with the weights of the policy's own router. `True` raises an error where the sampler does not
-    return its routing; if not set, it is replayed where the embedded engine samples. vLLM is asked for it by `True`.
+    (routing replay, R3), with the weights of the policy's own router. If not set, it is replayed where the engine
+    returns its routing: the embedded one does, and vLLM in this process on a GPU. `True` raises an error elsewhere.
     """
 
 

@@ -37,6 +37,7 @@ from .support import (
     layout_arguments,
     multiply_as_given,
     outside_decoder,
+    returns_routing_of,
     warn_of_two_copies,
 )
 
@@ -67,7 +68,7 @@ class VLLMEngine(VLLMBase):
         exact (`bool`, *optional*, defaults to `False`):
             Whether the results for a token must not depend on the other tokens of its batch; see [`exact`].
         returns_routing (`bool`, *optional*, defaults to `False`):
-            Whether vLLM returns the routing of a mixture of experts ([`~rollout.routing`]), which needs a GPU.
+            Whether vLLM is asked for the routing of experts ([`~rollout.routing`]). It returns none on a CPU.
 
     Attributes:
         pushed (`dict[str, torch.Tensor]`): The adapter that the engine holds, with `lora_sync="adapter"`.
@@ -92,7 +93,7 @@ class VLLMEngine(VLLMBase):
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
-        self.returns_routing = returns_routing
+        self.asks_for_routing = returns_routing
         self.engine_kwargs = dict(engine_kwargs or {})
         self.lora_sync = lora_sync
         self.exact = exact
@@ -234,8 +235,8 @@ class VLLMEngine(VLLMBase):
         entry = PRECISIONS[self.precision]
         arguments = {"dtype": "bfloat16", "quantization": entry.vllm.online, **arguments}
         arguments["enable_sleep_mode"] = self.sleep_level > 0
-        if self.returns_routing:
-            arguments["enable_return_routed_experts"] = True
+        if self.asks_for_routing and returns_routing_of(self.weights.base_model, arguments):
+            arguments["enable_return_routed_experts"] = self.returns_routing = True
         outside = outside_decoder(self.weights.base_model, config.architectures or [], self.vllm.model_impl)
         if self.on_cpu and self.vllm.tensor_parallel_size > 1:
             arguments.setdefault("worker_cls", RANK_ON_CPU)

@@ -20,6 +20,7 @@ from ...layers.quantizers import follow_groups
 from ...models.families import family_of
 from ...models.linears import sampled_linears, unquantized_linears
 from ...models.names import clean_name
+from ...models.routers import routers
 from ...precisions import PRECISIONS, InVLLM, in_vllm, with_experts
 from ...storage.layout import quantization_config
 
@@ -256,6 +257,17 @@ def check_experts_here(precision: str, otherwise: str = "use_vllm=False") -> Non
             f"to run on a CPU in 'bf16' alone. Use 'bf16', or `{otherwise}`, with which the embedded engine computes "
             "any precision."
         )
+
+
+def returns_routing_of(model: PreTrainedModel, arguments: dict) -> bool:
+    """
+    Whether vLLM, started with these `arguments`, returns the routing of this model: of a mixture of experts on a GPU,
+    with its prefix cache and without speculation.
+    """
+    from vllm.platforms import current_platform
+
+    fits = arguments.get("enable_prefix_caching") is not False and not arguments.get("speculative_config")
+    return fits and bool(routers(model)) and not current_platform.is_cpu()
 
 
 def check_returns_routing() -> None:
