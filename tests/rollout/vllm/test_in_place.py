@@ -102,6 +102,11 @@ def test_layouts_that_are_reloaded(tmp_path, monkeypatch):
         in_place.write(sampler.destinations, sent.items(), {"model.layers.1.mlp"})
     with pytest.raises(RuntimeError, match="did not stream before"):
         in_place.write({}, sampler.stream())
+    global_scale = "model.layers.0.self_attn.q_proj.weight_global_scale"
+    sampler.llm.apply_model(  # as Marlin's layers have it, of q, k and v
+        lambda m: setattr(m.model.layers[0].self_attn.qkv_proj, "weight_global_scale", torch.tensor(0.5))
+    )
+    assert find(sent | {global_scale: torch.tensor([0.5])}) == {}
     update(model, seed=0)
     assert find(dict(sampler.stream())) == {}
     monkeypatch.setattr(in_place, "AS_STORED", ("Cutlass",))

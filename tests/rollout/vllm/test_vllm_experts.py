@@ -12,6 +12,7 @@ from training import config, make
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm_engines import SMALL, engine, fresh, greedy, keep, policy, update
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
@@ -175,6 +176,26 @@ def test_a_reload_packs_experts_again(sampler, monkeypatch):
     sampler.is_current = False
     sampler.sync()
     assert greedy(sampler.llm) == right
+    sampler.check_sync()
+
+
+def test_experts_by_the_names_that_later_versions_report(sampler, monkeypatch):
+    """vLLM 0.33 names the module that holds them; whether none were sent is found all the same."""
+    load = MoERunner.load_weights
+
+    def load_weights(self, weights):
+        names = load(self, weights)
+        return {name if name.startswith("routed_experts.") else f"routed_experts.{name}" for name in names}
+
+    monkeypatch.setattr(MoERunner, "load_weights", load_weights)
+    sampler.is_current = False
+    sampler.sync()
+    sampler.check_sync()
+    dense = {name: tensor for name, tensor in sampler.stream() if ".experts." not in name}
+    with pytest.raises(RuntimeError, match=r"streamed no weights for .*\.experts"):
+        sampler.llm.collective_rpc(worker.reload, kwargs={"stream": iter(dense.items())})
+    sampler.is_current = False
+    sampler.sync()
     sampler.check_sync()
 
 

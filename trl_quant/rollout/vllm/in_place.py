@@ -67,10 +67,10 @@ def destinations(model: nn.Module, stream: Iterable[tuple[str, Tensor]], names: 
 def _rows(layer: LinearBase, parts: range, kind: str, quantized: bool) -> Tensor | None:
     """
     Returns the rows of a parameter of vLLM's that belong to `parts` of its outputs, (out, ...); `None` if its kernel
-    stores them in another way.
+    stores them in another way, or as one scalar of all parts.
     """
     held = getattr(layer, kind, None)
-    if not isinstance(held, Tensor) or (quantized and not kernel_name(layer).startswith(AS_STORED)):
+    if not isinstance(held, Tensor) or held.ndim == 0 or (quantized and not kernel_name(layer).startswith(AS_STORED)):
         return None
     held = held.data.t() if quantized and kind == "weight" else held.data  # CUTLASS takes (in, out), column by column
     sizes = layer.output_partition_sizes

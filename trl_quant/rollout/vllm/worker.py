@@ -72,10 +72,11 @@ def reload(worker, stream: Iterable[tuple[str, Tensor]], is_whole: bool = True) 
         return
     # Compares modules, since a quantized layer's parameters have other names than the loaded tensors. Scalars, such as
     # the cache's scales, have defaults. `named_parameters` lists a tied head's weight only with the embeddings.
-    filled = {name.rpartition(".")[0] for name in loaded}
-    owners = {name.rpartition(".")[0] for name, p in model.named_parameters() if p.numel() > 1}
-    # vLLM reports experts by the name of the module around the one that holds them
-    owners = {name.removesuffix(".routed_experts") for name in owners}
+    # vLLM reports experts by the name of the module that holds them or, up to 0.31, of the one around it.
+    owners, filled = (
+        {name.rpartition(".")[0].removesuffix(".routed_experts") for name in names}
+        for names in ((name for name, p in model.named_parameters() if p.numel() > 1), loaded)
+    )
     missing = owners - filled
     if loaded and missing:
         raise RuntimeError(f"the policy streamed no weights for {', '.join(sorted(missing)[:4])}")
