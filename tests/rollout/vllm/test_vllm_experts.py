@@ -3,10 +3,13 @@ Mixtures of experts in vLLM, in BF16: a synced engine equals a fresh one, and th
 router that is not the policy's, whether a text reaches it or not.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
+from tampering import of_expert, sync_changed
 from tiny import MIXTURES
 from training import config, make
 
@@ -18,7 +21,6 @@ from vllm_engines import SMALL, engine, fresh, greedy, keep, policy, update
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.rollout.verify.self_check import Reference, mean_difference, rows_to_check
 from trl_quant.rollout.vllm import worker
-from trl_quant.storage.experts import NamesOnDisk
 
 
 pytestmark = pytest.mark.vllm
@@ -43,29 +45,11 @@ def sampler(request, tmp_path_factory):
 
 
 @pytest.fixture
-def tampered(sampler, monkeypatch):
-    """Syncs the engine with a stream in which some tensors are changed; the engine is right again after the test."""
-
-    def sync(change):
-        def split(tensors):
-            return change(dict(NamesOnDisk.split(sampler.names_on_disk, tensors))).items()
-
-        with monkeypatch.context() as patched:
-            patched.setattr(sampler.names_on_disk, "split", split)
-            sampler.is_current = False  # the engine gets all tensors
-            sampler.sync()
-
-    yield sync
-    sampler.is_current = False
-    sampler.sync()
+def tampered(sampler):
+    """Syncs the engine with changed tensors; it is right again after the test."""
+    yield partial(sync_changed, sampler)
+    sync_changed(sampler, dict)
     sampler.check_sync()
-
-
-def of_expert(tensors, expert: int, layer: int = 1) -> list[str]:
-    """Names on disk of one expert's matrices."""
-    found = [name for name in tensors if f".layers.{layer}." in name and f".experts.{expert}." in name]
-    assert len(found) == 3
-    return found
 
 
 def fault_of(sampler) -> str:

@@ -6,11 +6,13 @@ held tensors are vLLM's own. `tests/gpu/test_experts_gpu.py` runs its kernels, i
 """
 
 import copy
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from tampering import of_expert, sync_changed
 from tiny import MIXTURES
 
 
@@ -49,29 +51,11 @@ def sampler(request, tmp_path_factory, int8_anywhere):
 
 
 @pytest.fixture
-def tampered(sampler, monkeypatch):
-    """Syncs with a stream in which some codes and scales are changed; the engine is right again after the test."""
-
-    def sync(change):
-        def split(tensors):
-            return change(dict(NamesOnDisk.split(sampler.names_on_disk, tensors))).items()
-
-        with monkeypatch.context() as patched:
-            patched.setattr(sampler.names_on_disk, "split", split)
-            sampler.is_current = False  # the engine gets all tensors
-            sampler.sync()
-
-    yield sync
-    sampler.is_current = False
-    sampler.sync()
+def tampered(sampler):
+    """Syncs the engine with changed tensors; it is right again after the test."""
+    yield partial(sync_changed, sampler)
+    sync_changed(sampler, dict)
     sampler.check_sync()
-
-
-def of_expert(tensors, expert: int) -> list[str]:
-    """Names on disk of one expert's codes and scales, those of its down projection last."""
-    found = [name for name in tensors if ".layers.1." in name and f".experts.{expert}." in name]
-    assert len(found) == 6
-    return found
 
 
 def test_two_syncs_leave_the_bits_of_a_fresh_engine(sampler, tmp_path):
