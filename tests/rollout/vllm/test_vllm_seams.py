@@ -122,6 +122,7 @@ NAMES = {
     f"{COMPRESSED}.compressed_tensors_moe": "compressed_tensors_moe_w8a8_int8",
     "vllm.model_executor.layers.fused_moe.oracle.fp8": "Fp8MoeBackend",
     "vllm.model_executor.layers.fused_moe.oracle.int8": "Int8MoeBackend",
+    "vllm.model_executor.layers.fused_moe.runner.moe_runner": "MoERunner",
     f"{COMPRESSED}.schemes": "compressed_tensors_w4a4_mxfp4",
     f"{COMPRESSED}.schemes.compressed_tensors_w4a4_mxfp4": "init_mxfp4_linear_kernel",
     UTILS: "marlin_utils_fp4",
