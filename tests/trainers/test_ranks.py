@@ -48,8 +48,8 @@ LAUNCHES = {
             "gathered-bf16-lora",
         ],
     ),
-    "zero2": ("zero2", [*TRAINED, *PACKED[:1]]),
-    "zero3": ("zero3", [*PARTITIONED, "zero3-int8-full", "partitioned-bf16-full"]),
+    "zero2": ("zero2", [*TRAINED, *PACKED[:1], "zero2-int8-full"]),
+    "zero3": ("zero3", [*PARTITIONED, "zero3-int8-full", "zero3-bf16-lora", "partitioned-bf16-full"]),
 }
 
 
