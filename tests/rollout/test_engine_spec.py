@@ -37,6 +37,7 @@ MEANINGS = [
     ({"rollout_precision": "int8"}, {}),
     ({"rollout_precision": "int8", "noise_schedule": "linear"}, {"wide_norms": True}),
     ({"rollout_precision": "int8", "uaq_scale": 1.5}, {"uaq_scale": 1.5}),
+    ({"rollout_precision": "int8", "router_replay": False}, {"returns_routing": False}),
     ({"rollout_precision": "int8", "cache_implementation": "static"}, {"cache_implementation": "static"}),
     ({"train_precision": "int8"}, {"kind": "shared"}),
     ({"train_precision": "int8", "rollout_precision": "int8"}, {"kind": "shared"}),
@@ -66,7 +67,7 @@ MEANINGS = [
         {"kind": "server", "request_timeout": 60.0},
     ),
 ]
-PLAIN = EngineSpec("embedded", "int8", sync_check_steps=50, request_timeout=1800.0)
+PLAIN = EngineSpec("embedded", "int8", sync_check_steps=50, returns_routing=True, request_timeout=1800.0)
 
 
 @pytest.mark.parametrize(("settings", "expected"), MEANINGS)

@@ -245,14 +245,15 @@ def resolve_engine(options: EngineOptions, trained: Trained) -> dict:
     kwargs = _json_object(options, "vllm_engine_kwargs")
     _json_object(options, "generation_kwargs")
     if options.engine == "vllm":
-        if options.rollout_precision not in in_vllm():
+        precision = options.rollout_precision
+        if precision not in in_vllm():
             raise ValueError(
-                f"`--rollout_precision`={options.rollout_precision!r} does not run in vLLM. Allowed: "
+                f"`--rollout_precision`={precision!r} does not run in vLLM. Allowed: "
                 f"{', '.join(map(repr, in_vllm()))}; or `--engine embedded`."
             )
-        check_device(options.rollout_precision, otherwise="--engine embedded")
+        check_device(precision, otherwise="--engine embedded")
         if trained.has_experts:
-            check_experts_here(options.rollout_precision, otherwise="--engine embedded")
+            check_experts_here(precision, otherwise="--engine embedded")
         check_engine_kwargs(kwargs)
     elif kwargs:
         raise ValueError("`--vllm_engine_kwargs` acts only with `--engine vllm`. Give both, or leave it out.")
