@@ -53,7 +53,7 @@ test-newest:
 # Every test that needs no GPU. Tests skip what is not installed, so what must be installed is imported first.
 suite: $(VENV)/.test
 	$(PY) -c "$(if $(VLLM),from vllm import LLM; )import deepspeed, llmcompressor, nbformat"
-	$(PY) -m pytest -m "not gpu" -n 3 --dist loadfile --no-loadscope-reorder --durations=25 $(TEST_ARGS)
+	$(PY) -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder --durations=25 $(TEST_ARGS)
 
 # What torch and oneDNN read at their start. vLLM's own kernels take what the CPU has.
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
