@@ -1,4 +1,4 @@
-"""What the pages tell of routing replay is what the study's raw file has."""
+"""The pages tell of routing replay what the study's raw file has."""
 
 import sys
 from statistics import fmean

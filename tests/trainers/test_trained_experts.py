@@ -46,7 +46,7 @@ def experts_in(trainer) -> list[UnifiedExperts]:
 
 @pytest.mark.parametrize(("family", "adapted"), [("qwen2_moe", False), ("glm4_moe", True)])
 def test_trainer_and_sampler_agree(tmp_path, family, adapted):
-    """What is left are last bits that move a code; a plain trainer is far from the same sampler."""
+    """Trainer and sampler differ by last bits that move a code; a plain trainer is far from the same sampler."""
     given = {"max_completion_length": 12, "peft_config": lora(**ATTENTION) if adapted else None}
     ours = run_of(tmp_path / "ours", family, **given)
     engine, before = ours.vllm_generation.engine, parameters(ours)

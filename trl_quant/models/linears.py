@@ -112,7 +112,7 @@ def sampled_linears(model: nn.Module) -> dict[str, LinearLayer]:
 
 
 def places_of_modules(layers: dict[str, LinearLayer]) -> list[str]:
-    """Returns the paths of the modules of `layers`, of which experts in one tensor have that of their layer."""
+    """Returns the path of the module that holds each of `layers`. The two tensors of a layer's experts share one."""
     own = (place.rpartition(".")[0] if layer.holds_experts else place for place, layer in layers.items())
     return list(dict.fromkeys(own))
 

@@ -83,9 +83,9 @@ def fingerprint(model: nn.Module) -> Fingerprint:
 
 def changed_places(model: nn.Module, before: Fingerprint | None, now: Fingerprint) -> set[str] | None:
     """
-    Returns the names of the parameters of a model whose values differ between two of its fingerprints, of which `now`
-    is that of the model as it is. An adapted layer with other settings is named like a weight of the layer. Returns
-    `None` if there is no fingerprint of before, or another tree, ties, shapes or types.
+    Returns the names of the parameters whose values differ between two fingerprints of a model; `now` is the current
+    one. Where the settings of an adapted layer differ, the name of its weight stands for them. Returns `None` if there
+    is no fingerprint of before, or if tree, ties, shapes or types differ.
     """
     if before is None or (before.tree, before.shapes) != (now.tree, now.shapes):
         return None
