@@ -12,7 +12,7 @@ from training import spread
 from trl import GRPOConfig, SFTConfig
 
 from trl_quant import QuantDistillationConfig, QuantGRPOConfig, QuantRLOOConfig
-from trl_quant.storage.layout import quantize_checkpoint
+from trl_quant.storage.layout import quantization_config, quantize_checkpoint
 from trl_quant.tasks import REWARDS
 
 
@@ -443,6 +443,10 @@ def test_a_reward_model_whose_experts_transformers_misreads_is_refused(tmp_path)
     stored = {name: str(quantize_checkpoint(mixture, tmp_path / name, name)) for name in ("nvfp4", "fp8")}
     refused(lambda: check(reward_funcs=[spread, stored["nvfp4"]]), "a mixture of experts stored in 'nvfp4'")
     check(reward_funcs=[spread, stored["fp8"]])
+    loaded = tiny_model("qwen3_moe")
+    check(reward_funcs=loaded)
+    loaded.config.quantization_config = quantization_config("nvfp4", [])
+    refused(lambda: check(reward_funcs=loaded), "a mixture of experts stored in 'nvfp4'")
 
 
 def test_rewards_are_accepted(tmp_path):

@@ -412,6 +412,7 @@ CASES = {
         ),
         Case("with ZeRO-3, which shards weights that must be held", fields={"train_precision": "nf4"}, assigned=ZERO3),
         Case("that must be quantized whole", fields={"train_precision": "int8"}, assigned=ZERO3),
+        Case("would train wrong ones", model=quantized_mixture),
         Case("is quantized already", fields=INT8, model=quantized),
         Case(
             "trains for a checkpoint in 4 bits",

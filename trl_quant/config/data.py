@@ -6,7 +6,7 @@ from accelerate import PartialState
 from datasets import Dataset, IterableDataset
 from torch.nn import Module
 from torch.utils.data import Dataset as TorchDataset
-from transformers import AutoProcessor, PreTrainedConfig
+from transformers import AutoProcessor, PreTrainedConfig, PreTrainedModel
 
 from ..reading import reading
 from ..rollout.tokenizer import check_tokenizer
@@ -137,6 +137,7 @@ def check_rewards(args, reward_funcs, train_dataset, eval_dataset=None, more_col
             )
         if isinstance(reward, str):
             check_named("reward_funcs", reward)
+        if isinstance(reward, str | Module):
             _check_experts_of(reward)
         if isinstance(reward, str | Module) or reward is None:
             continue
@@ -152,15 +153,19 @@ def check_rewards(args, reward_funcs, train_dataset, eval_dataset=None, more_col
                 check_truths(reward, train_dataset.with_format(None))
 
 
-def _check_experts_of(reward: str) -> None:
-    """Raises `ValueError` for a reward model whose stored experts transformers would misread."""
-    try:
-        config, _ = PreTrainedConfig.get_config_dict(reward)
-    except OSError:  # an adapter has none, and what is damaged is refused by the load itself
-        return
+def _check_experts_of(reward: str | Module) -> None:
+    """Raises `ValueError` for a reward model, or its name, whose stored experts transformers misreads."""
+    if isinstance(reward, Module):
+        config = reward.config.to_dict() if isinstance(reward, PreTrainedModel) else {}
+    else:
+        try:
+            config, _ = PreTrainedConfig.get_config_dict(reward)
+        except OSError:  # an adapter has none, and what is damaged is refused by the load itself
+            return
     if (found := misread_experts(config)) is not None:
+        name = reward if isinstance(reward, str) else reward.config.name_or_path
         raise ValueError(
-            f"`reward_funcs`={reward!r} is a mixture of experts stored in {found!r}. transformers does not read the "
+            f"`reward_funcs`={name!r} is a mixture of experts stored in {found!r}. transformers does not read the "
             "global scales of its experts, and would compute with wrong ones. Use its 16-bit checkpoint."
         )
 

@@ -4,7 +4,7 @@ from ...formats import FORMATS
 from ...models.families import families_with, family_of
 from ...models.linears import linears
 from ...precisions import PRECISIONS, experts_flows, frozen_bases, qat_precisions, unified_flows
-from ...storage.layout import check_groups
+from ...storage.layout import check_groups, misread_experts
 from ...storage.quantization import prepared_precisions
 from ..given import Given, name_of
 from ..packed import why_not_packed
@@ -155,6 +155,13 @@ RULES = (
         message="`train_precision`={args.train_precision!r} with ZeRO-3, which shards weights that must be quantized "
         "whole. Use FSDP2 (`fsdp_version: 2`), DDP or ZeRO-2.",
         needs="arguments",
+    ),
+    Rule(
+        ("rollout_precision",),
+        when=lambda run: run.spec.sampler is None and misread_experts(run.config.to_dict()),
+        message="The policy {run.config.name_or_path!r} is a mixture of experts stored in {found!r}. transformers does "
+        "not read the global scales of its experts, and would train wrong ones. Use its 16-bit checkpoint.",
+        needs="model",
     ),
     Rule(
         ("rollout_precision",),
