@@ -17,7 +17,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 from ..tensors import default_dtype
 from . import loading  # noqa: F401, which registers the model loader
 from .kernel_checks import quantized_outside
-from .repairs import keep_onednn_scales, plain_tensors, refresh_tied_head, restore_plain_tensors
+from .repairs import keep_onednn_scales, kernel_state, refresh_tied_head, restore_kernel_state
 from .support import require_nccl
 from .worker import kv_caches
 
@@ -37,7 +37,7 @@ class ReloadBracket:
     def start_weight_update(self) -> None:
         SyncToken.held = None
         keep_onednn_scales(self.model)
-        self._plain = plain_tensors(self.model)
+        self._state = kernel_state(self.model)
         super().start_weight_update()
 
     def receive_weights(self, update_info) -> None:
@@ -51,7 +51,7 @@ class ReloadBracket:
         with default_dtype(self.model_config.dtype):
             super().finish_weight_update()
             refresh_tied_head(self.model)
-        restore_plain_tensors(self._plain)
+        restore_kernel_state(self._state)
 
 
 class NCCLTransfer(ReloadBracket, NCCLWeightTransferEngine):

@@ -21,7 +21,7 @@ from ..tensors import default_dtype
 from ..verify.kv_cache import CACHE_FORMATS, UNQUANTIZED, KVCache
 from .adapter import names_in_vllm, places
 from .experts import ExpertsCheck, repack_experts
-from .repairs import plain_tensors, refresh_tied_head, restore_plain_tensors
+from .repairs import kernel_state, refresh_tied_head, restore_kernel_state
 
 
 RELOAD = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
@@ -56,7 +56,7 @@ def reload(worker, stream: Iterable[tuple[str, Tensor]], is_whole: bool = True) 
             yield name, tensor
 
     model.load_weights = load_and_record
-    plain, level = plain_tensors(model), RELOAD.level
+    state, level = kernel_state(model), RELOAD.level
     RELOAD.setLevel(level if is_whole else logging.ERROR)
     try:
         # The reload creates tensors of the default type, which vLLM itself sets only for the first load
@@ -67,7 +67,7 @@ def reload(worker, stream: Iterable[tuple[str, Tensor]], is_whole: bool = True) 
     finally:
         del model.load_weights
         RELOAD.setLevel(level)
-    restore_plain_tensors(plain)
+    restore_kernel_state(state)
     if not is_whole:
         return
     # Compares modules, since a quantized layer's parameters have other names than the loaded tensors. Scalars, such as
