@@ -71,7 +71,7 @@ def test_a_trainer_replays_vllms_routing(family, tmp_path, monkeypatch):
         args = config(QuantGRPOConfig, tmp_path / str(replays), **GPU_RUN | given)
         trainer = make(QuantGRPOTrainer, args, model=str(tmp_path / "model"))
         keep(trainer)
-        draw = trainer._engine.draw
+        draw = trainer.vllm_generation.engine.draw
 
         def of_the_first(*args, trainer=trainer, draw=draw, **kwargs):
             samples = draw(*args, **kwargs)
@@ -80,7 +80,7 @@ def test_a_trainer_replays_vllms_routing(family, tmp_path, monkeypatch):
             first.append(replace(samples, routing=None))
             return samples
 
-        monkeypatch.setattr(trainer._engine, "draw", of_the_first)
+        monkeypatch.setattr(trainer.vllm_generation.engine, "draw", of_the_first)
         trainer.train()
         found[replays] = [log for log in metrics(trainer) if "mismatch/kl_k3" in log]
     assert all(log["routing/differs"] < 0.1 and log["routing/unreplayed"] == 0 for log in found[None])
