@@ -49,7 +49,7 @@ def diagnostics(name, inputs, **hyperparameters):
     cap = hyperparameters.get("cap", getattr(CORRECTIONS[name](), "cap", math.inf))
     cap = reference.cis_cap(inputs.old_logps, **hyperparameters) if name == "cis" else cap
     gone = reference.dropped(name, *fields[::-1], inputs.advantages, inputs.mask, **hyperparameters)
-    return reference.diagnostics(*fields, inputs.mask, cap) | gone
+    return reference.diagnostics(*fields, inputs.mask, cap, inputs.advantages) | gone
 
 
 def close(metrics, expected, rel=1e-6):

@@ -352,8 +352,11 @@ def ais_alpha(rollout_logps, old_logps, advantages, mask, cap=5.0, delta=0.02, g
     }
 
 
-def diagnostics(rollout_logps, old_logps, mask, cap=math.inf):
-    """Every `mismatch/` metric: expectations over tokens that the behaviour policy drew. `cap` may be a function."""
+def diagnostics(rollout_logps, old_logps, mask, cap=math.inf, advantages=None):
+    """
+    Every `mismatch/` metric: expectations over tokens that the behaviour policy drew. `cap` may be a function. Those
+    that need advantages are left out without.
+    """
     tokens = scored(rollout_logps, mask)
     caps = [cap(b, t) if callable(cap) else cap for b, t in tokens] or [math.inf]
     q = [rollout_logps[b, t].item() for b, t in tokens]  # behaviour
@@ -375,9 +378,20 @@ def diagnostics(rollout_logps, old_logps, mask, cap=math.inf):
         "mismatch/cap_fraction": mean([float(x > most) for x, most in zip(w, caps)]),
         "mismatch/same_fraction": mean([float(x == y) for x, y in zip(q, p)]),
         "mismatch/unscored_fraction": (everything - len(tokens)) / everything if everything else 0.0,
+        **({} if advantages is None else quadrants(tokens, w, advantages)),
         **by_position(tokens, w),
         **by_turn(tokens, w, mask),
     }
+
+
+def quadrants(tokens, w, advantages):
+    """The shares of |A log w|, by the sign of A and of log w."""
+    found = dict.fromkeys(itertools.product(("positive", "negative"), ("up", "down")), 0.0)
+    for place, x in zip(tokens, w):
+        a = advantage(advantages, *place)
+        found["positive" if a > 0 else "negative", "up" if x > 1 else "down"] += abs(a * math.log(x))
+    whole = sum(found.values())
+    return {f"mismatch/quadrant/{sign}_{way}": mass / whole for (sign, way), mass in found.items() if whole}
 
 
 def by_position(tokens, w):

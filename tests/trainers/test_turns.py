@@ -271,7 +271,9 @@ def test_each_turn_has_a_mismatch_of_its_own(tmp_path):
     trainer.train()
     batch, log = batches[0], metrics(trainer)[0]
     mask = batch["completion_mask"] * batch["tool_mask"]
-    expected = diagnostics(batch["sampling_per_token_logps"], batch["old_per_token_logps"], mask, cap=2.0)
+    expected = diagnostics(
+        batch["sampling_per_token_logps"], batch["old_per_token_logps"], mask, 2.0, batch["advantages"]
+    )
     by_turn = {name: value for name, value in expected.items() if "by_turn" in name}
     assert [*by_turn] == ["mismatch/by_turn/1", "mismatch/by_turn/2", "mismatch/by_turn/3-4"]
     for name, value in expected.items():

@@ -24,6 +24,7 @@ Expectations are means over the `N` tokens, which the behaviour policy drew:
 | `mismatch/by_position/a-b` | `E[w - 1 - log w]` of tokens a to b | positions in the completion, from 0 |
 | `mismatch/by_turn/a-b` | the same, of turns a to b | turns from 1, where tools or environments speak |
 | `mismatch/by_age/a-b` | the same, of tokens of age a to b | in generations; age 0 has the precision's mismatch alone |
+| `mismatch/quadrant/x_y` | `sum_xy abs(A log w) / sum abs(A log w)` | sign of `A`, and `up` or `down` of `log w` |
 | `mismatch/unscored_fraction` | unscored / unmasked | tokens whose rollout log-probability is NaN or infinite |
 | `mismatch/dropped_fraction` | tokens of weight 0 / `N` | only for corrections that drop tokens |
 | `mismatch/dropped_sequence_fraction` | sequences with a dropped token / sequences | the same |
@@ -34,6 +35,11 @@ sampler that truncates cannot, and k3 is then too low by the probability of the 
 
 A turn is a run of unmasked tokens: what tools and environments add to a completion is masked. `mismatch/by_turn` is
 left out where no completion has a second turn, and `mismatch/by_age` where a generation returns only what it sampled.
+
+The quadrants are the shares of `abs(A log w)` of the tokens with one sign of the advantage `A` and one of `log w`
+(after TRIAGE, arXiv 2610.07043). There, mass at `negative_down` beside the other three preceded collapse: tokens that
+training makes less likely, and that the policy already finds less likely than the sampler does. They are left out where
+there are no advantages, or no mismatch.
 
 If no token is scored, every metric has the value that a batch without a mismatch would have.
 """
@@ -143,6 +149,10 @@ def diagnose(
         "old_logps": (ratio.counted & inputs.old_logps.isnan()).sum(),
         "advantages": (ratio.counted & advantages.isnan()).sum(),
     }
+    mass = torch.where(ratio.scored, (advantages * ratio.log_w).abs(), 0.0)
+    for sign, of_sign in {"positive": advantages > 0, "negative": advantages < 0}.items():
+        for way, goes in {"up": ratio.log_w > 0, "down": ratio.log_w < 0}.items():
+            counts[f"quadrant/{sign}_{way}"] = float64(torch.where(of_sign & goes, mass, 0.0)).sum()
     if dropped is not None:
         quantities["dropped"] = dropped
         counts["sequences"] = ratio.scored.any(1).sum()
@@ -179,6 +189,9 @@ def diagnose(
     if dropped is not None:
         metrics["mismatch/dropped_fraction"] = pooled["dropped"].mean
         metrics["mismatch/dropped_sequence_fraction"] = totals["dropped_sequences"] / max(totals["sequences"], 1)
+    quadrants = {name: total for name, total in totals.items() if name.startswith("quadrant/")}
+    if whole := sum(quadrants.values()):
+        metrics |= {f"mismatch/{name}": total / whole for name, total in quadrants.items()}
     metrics |= _bucket_means("by_position", POSITIONS, totals)
     if inputs.ages is not None:
         metrics |= _bucket_means("by_age", AGES, totals)
