@@ -283,10 +283,14 @@ CASES = {
         *(
             Case(f"`{name}`={value!r} was not shown yet", fields={**BF16_VLLM, name: value}, model=tiny("qwen3_moe"))
             for name, value in {
-                "vllm_mode": "server",
                 "vllm_model_impl": "transformers",
-                "vllm_engine_kwargs": {"enable_expert_parallel": True},
+                "vllm_engine_kwargs": {"enable_eplb": True},
             }.items()
+        ),
+        Case(
+            "On a CPU vLLM 0.31 looks for all of them on each rank and crashes",
+            fields={**BF16_VLLM, "vllm_engine_kwargs": {"enable_expert_parallel": True}},
+            model=tiny("qwen3_moe"),
         ),
         Case("heads have 48 dimensions", fields=VLLM, model=tiny(head_dim=48)),
         Case("The policy was built in memory, and vLLM", fields=VLLM, model=tiny()),

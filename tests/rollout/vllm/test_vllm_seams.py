@@ -365,7 +365,7 @@ def test_environment_variables():
 
 
 def test_flags_of_the_server():
-    from trl_quant.rollout.vllm.server import serve_command
+    from trl_quant.rollout.vllm.serving import serve_command
 
     command = serve_command("model", "fp8", "http://127.0.0.1:8001", True).splitlines()[-1]
     flags = {flag.replace("-", "_") for flag in re.findall(r" --([a-z-]+)", command)}

@@ -26,7 +26,7 @@ from vllm_engines import FP8_CACHE, fresh, one_by_one, served
 from trl_quant import QuantDistillationTrainer, QuantPPOTrainer, QuantRLOOTrainer
 from trl_quant.rollout.vllm import kernel_checks
 from trl_quant.rollout.vllm import server as vllm_server
-from trl_quant.rollout.vllm.server import serve_command
+from trl_quant.rollout.vllm.serving import serve_command
 from trl_quant.storage.layout import quantize_checkpoint
 
 
