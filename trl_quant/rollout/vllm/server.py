@@ -199,7 +199,7 @@ class VLLMServerEngine(VLLMBase):
         if sent not in self._announced:  # the server needs the metadata of all tensors before the first one
             of_all = {key: tensors for key, tensors in self._announced.items() if key is None}
             self._announced = of_all | {sent: announcement(self.stream(groups, measured=False))}
-        if self.accelerator.is_main_process:
+        if self.accelerator.is_main_process and self._announced[sent]:
             self.vllm_client.update_named_params(self._announced[sent], self.stream(groups))
             self.vllm_client.reset_prefix_cache()
             self.vllm_client.mark_sync()
