@@ -441,7 +441,7 @@ CASES = {
         Case("which a saved adapter does not contain", fields={"uaq_scale": 2.0}, model=tiny(), others=LORA),
         Case("cannot act: the policy's `model_type`='t5'", fields={"pack_sequences": True}, model=bare(T5Config())),
         Case("needs an engine that returns its routing", fields=REPLAY),
-        Case("a server does not return its routing", fields=SERVER | REPLAY),
+        Case("TRL's client takes no routing from a server", fields=SERVER | REPLAY),
         Case("were not tried in a compiled model", fields={**INT8, **REPLAY}, assigned={"torch_compile": True}),
         Case("which tokens the engine has sampled", fields={**INT8, **REPLAY}, others={"rollout_func": print}),
         Case("and the policy's `model_type` is 'qwen3'", fields={**INT8, **REPLAY}, model=tiny()),

@@ -21,7 +21,7 @@ from .experts import check_experts, repack_experts
 from .kernel_checks import quantized_outside
 from .repairs import keep_onednn_scales, plain_tensors, refresh_tied_head, restore_plain_tensors
 from .support import require_nccl
-from .worker import WeightComparison, kv_caches
+from .worker import WeightComparison, kv_caches, without_warnings
 
 
 class SyncToken:
@@ -71,7 +71,7 @@ class ReloadBracket:
         if self.comparison is not None:
             return
         SyncToken.held = None
-        with default_dtype(self.model_config.dtype):
+        with default_dtype(self.model_config.dtype), without_warnings():  # a sync sends only what has changed
             super().finish_weight_update()
             refresh_tied_head(self.model)
             repack_experts(self.model, self._received)

@@ -5,6 +5,7 @@ The engine runs in the trainer's process, so these functions may take iterators 
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,17 @@ from .repairs import plain_tensors, refresh_tied_head, restore_plain_tensors
 
 
 RELOAD = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Context in which vLLM does not warn of layers that a reload leaves as they were."""
+    level = RELOAD.level
+    RELOAD.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        RELOAD.setLevel(level)
 
 
 def reload(worker, stream: Iterable[tuple[str, Tensor]], is_whole: bool = True) -> None:
@@ -53,17 +65,15 @@ def reload(worker, stream: Iterable[tuple[str, Tensor]], is_whole: bool = True) 
             yield name, tensor
 
     model.load_weights = load_and_record
-    plain, level = plain_tensors(model), RELOAD.level
-    RELOAD.setLevel(level if is_whole else logging.ERROR)
+    plain, told = plain_tensors(model), nullcontext() if is_whole else without_warnings()
     try:
         # The reload creates tensors of the default type, which vLLM itself sets only for the first load
-        with default_dtype(worker.vllm_config.model_config.dtype):
+        with default_dtype(worker.vllm_config.model_config.dtype), told:
             worker.reload_weights(weights_iterator=noting_names())
             refresh_tied_head(model)
             repack_experts(model, received)
     finally:
         del model.load_weights
-        RELOAD.setLevel(level)
     restore_plain_tensors(plain)
     if not is_whole:
         return
