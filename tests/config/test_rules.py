@@ -280,17 +280,17 @@ CASES = {
             model=tiny("llama", max_position_embeddings=32, rope_parameters={"rope_type": "dynamic", "factor": 2.0}),
         ),
         Case("vLLM was shown to run on a CPU in 'bf16' alone", fields=VLLM, model=tiny("qwen3_moe")),
+        Case(
+            "On a CPU vLLM 0.31 looks for all of them on each rank and crashes",
+            fields={**BF16_VLLM, "vllm_engine_kwargs": {"enable_expert_parallel": True}},
+            model=tiny("qwen3_moe"),
+        ),
         *(
             Case(f"`{name}`={value!r} was not shown yet", fields={**BF16_VLLM, name: value}, model=tiny("qwen3_moe"))
             for name, value in {
                 "vllm_model_impl": "transformers",
                 "vllm_engine_kwargs": {"enable_eplb": True},
             }.items()
-        ),
-        Case(
-            "On a CPU vLLM 0.31 looks for all of them on each rank and crashes",
-            fields={**BF16_VLLM, "vllm_engine_kwargs": {"enable_expert_parallel": True}},
-            model=tiny("qwen3_moe"),
         ),
         Case("heads have 48 dimensions", fields=VLLM, model=tiny(head_dim=48)),
         Case("The policy was built in memory, and vLLM", fields=VLLM, model=tiny()),
