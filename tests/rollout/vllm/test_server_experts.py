@@ -225,13 +225,13 @@ def test_grpo_trains_a_mixture(tmp_path, server):
 def test_what_a_server_must_not_do(sampler):
     """Named in one message, with the command that starts the right one."""
     info = sampler.vllm_client.get_server_info()
-    assert sampler._faults(info, sampler.model.config) == []
+    assert sampler.unfit_options(info, sampler.model.config) == []
     info["parallel_config"]["enable_expert_parallel"] = True
-    (fault,) = sampler._faults(info, sampler.model.config)
+    (fault,) = sampler.unfit_options(info, sampler.model.config)
     assert fault.startswith("`--enable-expert-parallel`, with which vLLM crashes on a CPU")
     info["parallel_config"]["enable_expert_parallel"] = False
     info["model_config"]["quantization"] = "fp8_per_channel"  # of routers too
-    (fault,) = sampler._faults(info, sampler.model.config)
+    (fault,) = sampler.unfit_options(info, sampler.model.config)
     assert fault == "the precision 'fp8_per_channel', and `rollout_precision`='bf16'"
     command = serve_command("model", "fp8", has_experts=True)
     assert "--model model --format fp8 --output model-fp8" in command and " model-fp8 --dtype" in command

@@ -113,7 +113,7 @@ class VLLMServerEngine(VLLMBase):
         config = read_config(served["model"], self.vllm.trust_remote_code and served["model"] == model)
         if config is None:
             logger.warning("The server's model %s cannot be read from here and is not checked.", served["model"])
-        faults = self._faults(info, config)
+        faults = self.unfit_options(info, config)
         if outside and not faults:
             layers = [layer.name for layer in sampled_linears(policy).values() if not layer.holds_experts]
             towers = client.ask_workers("quantized_outside", layers=layers)[0]
@@ -143,7 +143,7 @@ class VLLMServerEngine(VLLMBase):
         self._prepared = served["quantization"] == "compressed-tensors"
         self._limits = cache["block_size"], served["max_model_len"]
 
-    def _faults(self, info: dict, config: PreTrainedConfig | None) -> list[str]:
+    def unfit_options(self, info: dict, config: PreTrainedConfig | None) -> list[str]:
         """
         Describes those of a server's options that do not fit the run.
 

@@ -21,7 +21,7 @@ from .experts import check_experts, repack_experts
 from .kernel_checks import quantized_outside
 from .repairs import keep_onednn_scales, plain_tensors, refresh_tied_head, restore_plain_tensors
 from .support import require_nccl
-from .worker import WeightComparison, kv_caches, without_warnings
+from .worker import WeightComparison, kv_caches, loading_with, without_warnings
 
 
 class SyncToken:
@@ -52,19 +52,13 @@ class ReloadBracket:
 
     def receive_weights(self, update_info) -> None:
         if self.comparison is not None:
-            self._compare_weights(update_info)
+            with loading_with(self.model, self.comparison.add):
+                super().receive_weights(update_info)
             return
         SyncToken.held = None  # again, as another run's sync may have begun and ended since
         self._received += update_info.names
         with default_dtype(self.model_config.dtype):
             super().receive_weights(update_info)
-
-    def _compare_weights(self, update_info) -> None:
-        self.model.load_weights = self.comparison.add  # what vLLM calls with the tensors that have arrived
-        try:
-            super().receive_weights(update_info)
-        finally:
-            del self.model.load_weights
 
     @torch.no_grad()
     def finish_weight_update(self) -> None:

@@ -37,6 +37,16 @@ def without_warnings() -> Iterator[None]:
         RELOAD.setLevel(level)
 
 
+@contextmanager
+def loading_with(model: nn.Module, load: Callable) -> Iterator[None]:
+    """Context in which vLLM's functions call `load` with the weights that arrive, and not its model."""
+    model.load_weights = load
+    try:
+        yield
+    finally:
+        del model.load_weights
+
+
 def reload(worker, stream: Iterable[tuple[str, Tensor]], is_whole: bool = True) -> None:
     """
     Replaces weights by those of `stream`, through vLLM's own reload. Captured CUDA graphs stay valid.
@@ -64,16 +74,12 @@ def reload(worker, stream: Iterable[tuple[str, Tensor]], is_whole: bool = True) 
             received.append(name)
             yield name, tensor
 
-    model.load_weights = load_and_record
     plain, told = plain_tensors(model), nullcontext() if is_whole else without_warnings()
-    try:
-        # The reload creates tensors of the default type, which vLLM itself sets only for the first load
-        with default_dtype(worker.vllm_config.model_config.dtype), told:
-            worker.reload_weights(weights_iterator=noting_names())
-            refresh_tied_head(model)
-            repack_experts(model, received)
-    finally:
-        del model.load_weights
+    # The reload creates tensors of the default type, which vLLM itself sets only for the first load
+    with loading_with(model, load_and_record), default_dtype(worker.vllm_config.model_config.dtype), told:
+        worker.reload_weights(weights_iterator=noting_names())
+        refresh_tied_head(model)
+        repack_experts(model, received)
     restore_plain_tensors(plain)
     if not is_whole:
         return
@@ -133,7 +139,7 @@ class WeightComparison:
     def __init__(self, model: nn.Module, config: VllmConfig, format: str | None, quantizers: dict[str, Callable]):
         self.model, self.dtype = model, config.model_config.dtype
         self._experts = ExpertsCheck(model, config, format, **quantizers)
-        self._params, self._modules = dict(model.named_parameters()), dict(model.named_modules())
+        self._params, self._layers = dict(model.named_parameters()), dict(model.named_modules())
         self._biases: dict[str, Tensor] = {}
         self._different: list[str] = []
 
@@ -146,7 +152,7 @@ class WeightComparison:
                 self._different += filter(None, [self._experts.differing(name, tensor)])
                 continue
             ((_, vllm_name),) = names_in_vllm(self.model, [module])
-            held, layer = self._params.get(f"{vllm_name}.{kind}"), self._modules.get(vllm_name)
+            held, layer = self._params.get(f"{vllm_name}.{kind}"), self._layers.get(vllm_name)
             if layer is None or isinstance(layer, LinearBase):
                 if kind == "bias":
                     self._biases[module] = tensor.clone()  # it may be part of a buffer that is received
