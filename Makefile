@@ -30,7 +30,7 @@ INSTALL := $(PIP) $(QUICKLY) -c requirements/$(SET).txt
 CUDA := $(shell nvidia-smi -L 2>/dev/null | grep '^GPU')
 VLLM := $(if $(shell grep '^vllm' requirements/$(SET).txt),$(if $(CUDA),vllm,cpu))
 
-.PHONY: demo test quick test-oldest test-newest test-isa test-gpu suite docs lint format coverage wheel release clean
+.PHONY: demo test test-long quick test-oldest test-newest test-isa test-gpu suite docs lint format coverage wheel release clean
 
 demo: $(VENV)/.base
 	$(PY) examples/demo.py $(DEMO_ARGS)
@@ -42,6 +42,9 @@ quick: $(VENV)/.test
 	$(PY) -m pytest --quick --ignore tests/gpu -m "not (gpu or isa or vllm or slow)" -n 2 --dist loadfile \
 	  --no-loadscope-reorder --durations=10 --durations-min=2 $(TEST_ARGS)
 
+test-long: $(VENV)/.test
+	$(PY) -m pytest -m "long and not gpu" -n 2 --dist loadfile --no-loadscope-reorder --durations=25 $(TEST_ARGS)
+
 test-oldest:
 	$(MAKE) suite SET=oldest
 	$(MAKE) suite SET=oldest-torch
@@ -50,10 +53,10 @@ test-newest:
 	$(MAKE) suite SET=newest
 	$(MAKE) suite SET=newest-transformers
 
-# Every test that needs no GPU. Tests skip what is not installed, so what must be installed is imported first.
+# Every test that needs no GPU and is not marked `long`. Tests skip what is not installed, so what must be installed is imported first.
 suite: $(VENV)/.test
 	$(PY) -c "$(if $(VLLM),from vllm import LLM; )import deepspeed, llmcompressor, nbformat"
-	$(PY) -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder --durations=25 $(TEST_ARGS)
+	$(PY) -m pytest -m "not (gpu or long)" -n 2 --dist loadfile --no-loadscope-reorder --durations=25 $(TEST_ARGS)
 
 # What torch and oneDNN read at their start. vLLM's own kernels take what the CPU has.
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2

@@ -60,6 +60,8 @@ KINDS = {  # name -> arguments of vLLM's `LLM`
     "fp8 vllm's kernels": FP8 | {"compilation_config": {"custom_ops": FUSED_KERNELS}},
     "fp8 vllm's kernels, fused": FP8 | {"compilation_config": {"custom_ops": FUSED_KERNELS, "pass_config": PASSES}},
     "fp8 cublas": FP8 | {"linear_backend": "torch"},
+    "fp8 triton's experts": FP8 | {"moe_backend": "triton"},
+    "fp8_block": {"quantization": "fp8_per_block"},
     "fp8 8 splits": FP8 | {"attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 8}},
     "w4a16": {},
     "w4a8": {},

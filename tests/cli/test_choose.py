@@ -152,6 +152,7 @@ class Measuring:
 HERE = [name for name, missing in supported_precisions().items() if missing is None]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_fastest_is_written_and_trains(tmp_path, monkeypatch, capfd):
     """Real engines are measured; the run of the written file trains in the choice."""

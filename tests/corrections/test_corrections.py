@@ -47,6 +47,7 @@ def diagnostics(name, inputs, **hyperparameters):
     """Every `mismatch/` metric of a correction, from the slow loops."""
     fields = (inputs.rollout_logps, inputs.old_logps)
     cap = hyperparameters.get("cap", getattr(CORRECTIONS[name](), "cap", math.inf))
+    cap = reference.cis_cap(inputs.old_logps, **hyperparameters) if name == "cis" else cap
     gone = reference.dropped(name, *fields[::-1], inputs.advantages, inputs.mask, **hyperparameters)
     return reference.diagnostics(*fields, inputs.mask, cap) | gone
 
@@ -131,7 +132,7 @@ def test_diagnostics(name):
     expected = diagnostics(name, inputs, **reference.HYPERPARAMETERS.get(name, {}))
     close({k: v for k, v in output.metrics.items() if k.startswith("mismatch/")}, expected, rel=1e-5)
     assert all(0 < expected[k] < 1 for k in expected if "dropped" in k)
-    assert (expected["mismatch/cap_fraction"] > 0) == (name in CAPPED)
+    assert (expected["mismatch/cap_fraction"] > 0) == (name in (*CAPPED, "cis"))
     assert 0 < expected["mismatch/unscored_fraction"] < 1
 
 
@@ -453,6 +454,8 @@ def test_masks_of_any_type(mask):
     + [("acr", "epsilon_low", 1.1)]
     + [("ais", f, v) for f in ("delta", "gamma", "eps") for v in (0, -1, math.nan)]
     + [("ais", "beta_var", -0.5)]
+    + [("cis", f, v) for f in ("lam", "kappa") for v in (-0.1, math.nan, None)]
+    + [("cis", "kappa", 1.1)]
     + [("icepop", "low", v) for v in (-0.1, 1.1, math.nan)]
     + [("icepop", "high", v) for v in (0.9, math.nan, "5")]
     + [(n, f, v) for n, f in (("geometric", "epsilon"), ("dppo", "delta")) for v in (0, 1.1, math.nan, None)]
@@ -468,6 +471,8 @@ def test_the_edge_of_what_is_allowed():
         CORRECTIONS[name](cap=1)
     CORRECTIONS["acr"](epsilon_low=1, epsilon_high=0)
     CORRECTIONS["ais"](beta_var=0)
+    CORRECTIONS["cis"](lam=0, kappa=0)
+    CORRECTIONS["cis"](kappa=1)
     CORRECTIONS["icepop"](low=0, high=1)
     CORRECTIONS["geometric"](epsilon=1)
     CORRECTIONS["dppo"](delta=1)

@@ -245,6 +245,7 @@ def test_train_grpo(built, tmp_path, monkeypatch):
     AutoModelForCausalLM.from_pretrained(tmp_path / "run")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_train_grpo_on_two_processes(built, tmp_path):
     """A group of 8 from two processes of 4 completions: impossible unless they know of each other."""

@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 import build_arithmetic_model as building
 
 
-pytestmark = [pytest.mark.isa, pytest.mark.slow]
+pytestmark = [pytest.mark.isa, pytest.mark.slow, pytest.mark.long]
 
 STEPS, SAVE_STEPS = 20, 5
 KILLED_AT, RESUMED_TO = 6, 10

@@ -254,7 +254,7 @@ def test_a_run_with_replay(adapted, tmp_path):
     """Three steps with vLLM's routing: the mismatch is smaller than that of a trainer in BF16 on the same sampler."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
     from training import config, make, metrics
-    from vllm_engines import GPU_RUN, SMALL, mixture
+    from vllm_engines import GPU_RUN, SMALL, keep, mixture
 
     mixture(tmp_path / "model", "qwen3_moe")
     path, found = str(tmp_path / "model"), []
@@ -264,6 +264,7 @@ def test_a_run_with_replay(adapted, tmp_path):
         settings |= {"router_replay": True, "is_correction": "tis"}
         args = config(QuantGRPOConfig, tmp_path / str(precision), **settings)
         trainer = make(QuantGRPOTrainer, args, model=path, peft_config=copy.deepcopy(ATTENTION) if adapted else None)
+        keep(trainer)
         trainer.train()
         logs = [log for log in metrics(trainer) if "loss" in log]
         found.append(mean(log["mismatch/kl_k3"] for log in logs))

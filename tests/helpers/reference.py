@@ -60,14 +60,18 @@ def clipped(ratio, a, low, high):
     return ratio * a
 
 
-def objective(term, logps, old_logps, rollout_logps, advantages, mask, epsilon_low, epsilon_high, drops=None):
-    """Mean over the unmasked tokens of `term(R, Rq, w, A, 1 - e_lo, 1 + e_hi)`, 0 for those that `drops(b, t)`."""
+def objective(term, logps, old_logps, rollout_logps, advantages, mask, epsilon_low, epsilon_high, drops=None, cap=None):
+    """
+    Mean over the unmasked tokens of `term(R, Rq, w, A, 1 - e_lo, 1 + e_hi)`, 0 for those that `drops(b, t)`, with w at
+    most `cap(b, t)`.
+    """
     terms = []
     for b, t in unmasked(mask):
         ratio = torch.exp(logps[b, t] - old_logps[b, t])
         known = math.isfinite(rollout_logps[b, t])
         ratio_q = torch.exp(logps[b, t] - rollout_logps[b, t]) if known else ratio
         w = weight(rollout_logps, old_logps, b, t)
+        w = w if cap is None else min(w, cap(b, t))
         value = term(ratio, ratio_q, w, advantage(advantages, b, t), 1 - epsilon_low, 1 + epsilon_high)
         terms.append(0 * value if drops is not None and drops(b, t) else value)
     return sum(terms) / len(terms)
@@ -144,6 +148,20 @@ def ais(
     return objective(term, logps, old_logps, rollout_logps, advantages, mask, epsilon_low, epsilon_high)
 
 
+def cis_cap(pi, lam=2.3, kappa=5e-3):
+    return lambda b, t: 1 + lam * max(1 - math.exp(pi[b, t].item()), kappa)
+
+
+def cis(logps, old_logps, rollout_logps, advantages, mask, epsilon_low, epsilon_high, lam=2.3, kappa=5e-3):
+    """CIS: the trainer's probability decides the cap."""
+
+    def term(ratio, ratio_q, w, a, low, high):
+        return w * clipped(ratio, a, low, high)
+
+    given = logps, old_logps, rollout_logps, advantages, mask, epsilon_low, epsilon_high
+    return objective(term, *given, cap=cis_cap(old_logps, lam, kappa))
+
+
 def icepop(logps, old_logps, rollout_logps, advantages, mask, epsilon_low, epsilon_high, low=0.5, high=5.0):
     """IcePop: M(k; alpha, beta) before GRPO's clipped term, with k of the old policies."""
 
@@ -187,12 +205,13 @@ def dppo(logps, old_logps, rollout_logps, advantages, mask, epsilon_low, epsilon
 
 
 OBJECTIVES = {"none": none, "coupled": coupled, "decoupled": decoupled, "tis": tis, "acr": acr, "ais": ais}
-OBJECTIVES |= {"icepop": icepop, "geometric": geometric, "trm": trm, "dppo": dppo}
+OBJECTIVES |= {"cis": cis, "icepop": icepop, "geometric": geometric, "trm": trm, "dppo": dppo}
 # What the tests give a correction where its defaults would not act on a small batch
 HYPERPARAMETERS = {
     "tis": {"cap": 1.5},
     "acr": {"cap": 1.5, "epsilon_low": 0.1, "epsilon_high": 0.3},
     "ais": {"cap": 1.5, "delta": 0.6, "gamma": 0.8, "beta_var": 0.5},
+    "cis": {"lam": 0.7, "kappa": 0.3},
     "icepop": {"low": 0.25, "high": 3.5},
     "geometric": {"epsilon": 0.15},
     "trm": {"delta": 0.9},
@@ -238,6 +257,8 @@ def rloo_weight(name, pi, rollout_logps, advantages, mask, b, t, level, **hyperp
     if name in ("none", "coupled", "geometric"):
         return 1.0
     cap = hyperparameters.get("cap", {"tis": 2.0, "ais": 5.0, "dppo": 10.0}.get(name, math.inf))
+    if name == "cis":
+        cap = cis_cap(pi, **hyperparameters)(b, t)
     if name == "ais":
         return 1 + ais_alpha(rollout_logps, pi, advantages, mask, **hyperparameters)["ais/alpha"] * (min(w, cap) - 1)
     return min(w, cap)
@@ -286,6 +307,8 @@ DROPPING = {
     "trm": {"trm_delta": 0.5},
     "dppo": {"dppo_delta": 0.003},
 }
+# The same for caps that depend on the token
+ACTING = DROPPING | {"cis": {"cis_lam": 0.3}}
 
 
 def hyperparameters(name: str, fields: dict) -> dict:
@@ -330,8 +353,9 @@ def ais_alpha(rollout_logps, old_logps, advantages, mask, cap=5.0, delta=0.02, g
 
 
 def diagnostics(rollout_logps, old_logps, mask, cap=math.inf):
-    """Every `mismatch/` metric: expectations over tokens drawn by the behaviour policy."""
+    """Every `mismatch/` metric: expectations over tokens that the behaviour policy drew. `cap` may be a function."""
     tokens = scored(rollout_logps, mask)
+    caps = [cap(b, t) if callable(cap) else cap for b, t in tokens] or [math.inf]
     q = [rollout_logps[b, t].item() for b, t in tokens]  # behaviour
     p = [old_logps[b, t].item() for b, t in tokens]  # proximal
     w = [math.exp(y - x) for x, y in zip(q, p)] or [1.0]
@@ -348,7 +372,7 @@ def diagnostics(rollout_logps, old_logps, mask, cap=math.inf):
         "mismatch/ess_ratio": sum(w) ** 2 / (len(w) * sum(x * x for x in w)),
         "mismatch/chi_square": mean([(x - 1) ** 2 for x in w]),
         "mismatch/entropy": mean([-x for x in q]),
-        "mismatch/cap_fraction": mean([float(x > cap) for x in w]),
+        "mismatch/cap_fraction": mean([float(x > most) for x, most in zip(w, caps)]),
         "mismatch/same_fraction": mean([float(x == y) for x, y in zip(q, p)]),
         "mismatch/unscored_fraction": (everything - len(tokens)) / everything if everything else 0.0,
         **by_position(tokens, w),

@@ -307,7 +307,8 @@ def test_inductor_keeps_the_bits_if_it_keeps_the_roundings():
         # An adapter and all weights, compiled in one of the two ways, each with two layers. A precision is in one run:
         # `test_a_decoder_layer_is_one_graph` has it with an adapter and with all weights
         ("int8", "full", "each layer", 2),
-        *(("fp8", "lora", "model", 2), ("nvfp4", "full", "model", 1)),
+        pytest.param("fp8", "lora", "model", 2, marks=pytest.mark.long),
+        ("nvfp4", "full", "model", 1),
     ],
 )
 def test_a_run_equals_one_without_the_compiler(tmp_path, precision, kind, of, layers):
@@ -335,7 +336,9 @@ def test_a_run_equals_one_without_the_compiler(tmp_path, precision, kind, of, la
 
 
 # An adapter adds the same operations to a graph in each precision, so one precision is enough
-@pytest.mark.parametrize(("precision", "kind"), [("int8", "full"), ("fp8_block", "merged")])
+@pytest.mark.parametrize(
+    ("precision", "kind"), [("int8", "full"), pytest.param("fp8_block", "merged", marks=pytest.mark.long)]
+)
 def test_rows_of_other_lengths_are_not_compiled_again(precision, kind):
     model = policy(precision, kind)
     for layer in (model if kind == "full" else model.get_base_model()).model.layers:

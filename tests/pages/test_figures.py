@@ -97,6 +97,19 @@ def test_seconds_of_sampling():
     assert told.format(*(gain[:-1] for gain in gains)) in MEASURED.replace("\n", " ")
 
 
+def test_sampling_from_a_mixture():
+    engines = read(f"rollout-30b-a3b-{H200}")["results"]
+    for name, of in (("bf16", "our BF16"), ("fp8", "FP8")):
+        for key, what in (("sample_s", "sampling"), ("sync_s", "sync")):
+            seconds = [f"{row[key]:.2f} s" for row in engines[name].values()]
+            assert f"| {of}, {what} | {' | '.join(seconds)} |" in BENCHMARKS
+    pairs = zip(engines["bf16"].values(), engines["fp8"].values(), strict=True)
+    gains = times(ours["sample_s"] / quantized["sample_s"] for ours, quantized in pairs)
+    assert f"| FP8 against our BF16, sampling | {' | '.join(gains)} |" in BENCHMARKS
+    told = "sampled {}, {} and {} times as fast in `fp8` as in `bf16` with 8, 64 and 256 completions"
+    assert told.format(*(gain[:-1] for gain in gains)) in " ".join((ROOT / "docs" / "mixtures.md").read_text().split())
+
+
 # Steps
 
 

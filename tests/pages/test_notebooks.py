@@ -92,7 +92,7 @@ def test_every_notebook_is_tested():
 
 @pytest.mark.isa
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CLAIMS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name == "study")) for name in CLAIMS])
 def test_notebook(name, in_notebooks):
     """The cells are plain Python: no magics, and of Jupyter's names `display` alone."""
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)

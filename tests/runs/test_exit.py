@@ -147,6 +147,7 @@ make(QuantGRPOTrainer, args, model=sys.argv[1], train_dataset=dataset(32), rewar
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_whose_judge_hangs(tmp_path):
     """In a script, on the command line, and on one of two ranks: all end, after the error and the last checkpoint."""

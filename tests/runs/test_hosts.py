@@ -22,7 +22,7 @@ from training import metrics
 from transformers import TrainerState
 
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 CHANGED = {
     "--config_file": "configs/accelerate/{configuration}.yaml",
     "--machine_rank": "{rank}",

@@ -26,6 +26,7 @@ MASKED = ["masked-int4-full", "masked-int8-lora"]
 SHARDED = ["sharded-fp8_block-full", "sharded-int8-lora", "sharded-int8-rounded"]
 SHARDED_EXPERTS = "sharded-fp8-experts"
 WITHOUT_VLLM = EMBEDDED + PPO + PASSES + TRAINED + PACKED + LATE + MASKED + SHARDED + [SHARDED_EXPERTS]
+LONG = "fsdp2-others"
 # launch -> (accelerate's configuration, cases)
 LAUNCHES = {
     "ddp": (
@@ -43,11 +44,9 @@ LAUNCHES = {
             *SHARDED,
             SHARDED_EXPERTS,
             "fsdp2-int8-lora",
-            "unified-int8-full",
-            "split-int8-lora",
-            "gathered-bf16-lora",
         ],
     ),
+    LONG: ("fsdp2", ["unified-int8-full", "split-int8-lora", "gathered-bf16-lora"]),
     "zero2": ("zero2", [*TRAINED, *PACKED[:1], "zero2-int8-full"]),
     "zero3": ("zero3", [*PARTITIONED, "zero3-int8-full", "zero3-bf16-lora", "partitioned-bf16-full"]),
 }
@@ -242,7 +241,7 @@ def test_codes_of_what_fsdp2_gathers(found, case):
 @pytest.mark.parametrize(
     ("launch", "case"),
     [
-        pytest.param(launch, case, id=case)
+        pytest.param(launch, case, id=case, marks=[pytest.mark.long] if launch == LONG else [])
         for launch, (_, cases) in LAUNCHES.items()
         for case in cases
         if case not in WITHOUT_VLLM

@@ -10,7 +10,7 @@ import pytest
 import torch
 from changes import move
 from plain import plain_logps
-from reference import DROPPING, diagnostics, hyperparameters, rloo_gradient
+from reference import ACTING, diagnostics, hyperparameters, rloo_gradient
 from rloo_runs import Counting, quantized
 from tiny import save_tiny, tiny_model
 from training import generation, gradient_of, leave_holes, metrics, parameters, scored_batches
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.isa
 USABLE = [name for name, kind in CORRECTIONS.items() if not kind.moves_clip_bounds]
 LOW, HIGH = 0.2, 0.3
 MOVED = {"size": 0.004, "seed": 5}  # as updates would move the policy, so that some completions are clipped
-EVEN = {"tis": {"is_cap": 1.05}, "ais": {"is_cap": 1.5, "ais_gamma": 0.8}} | DROPPING  # caps that int4 reaches
+EVEN = {"tis": {"is_cap": 1.05}, "ais": {"is_cap": 1.5, "ais_gamma": 0.8}} | ACTING  # caps that int4 reaches
 
 
 def scored(trainer) -> dict[str, torch.Tensor]:

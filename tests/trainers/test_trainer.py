@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from datasets import Dataset
-from reference import DROPPING, OBJECTIVES
+from reference import ACTING, DROPPING, OBJECTIVES
 from tiny import tiny_model
 from training import assert_same_run, config, dataset, generation, lora, make, metrics, parameters, spread
 from trl import GRPOConfig, GRPOTrainer
@@ -45,7 +45,7 @@ def quantized(trainer_class, output_dir, model=None, config_class=QuantGRPOConfi
 def test_the_loss_is_the_papers_objective(tmp_path, correction):
     """One step after the policy has moved, on a real batch, against the slow loops of `reference.py`."""
     settings = {"loss_type": "bnpo", "scale_rewards": "group", "epsilon_high": 0.3, "num_iterations": 2}
-    settings |= {"is_cap": 1.05} if correction in CAPPED else DROPPING.get(correction, {})
+    settings |= {"is_cap": 1.05} if correction in CAPPED else ACTING.get(correction, {})
     trainer = quantized(QuantGRPOTrainer, tmp_path, is_correction=correction, **settings)
     batch = generation(trainer)
     rollout = batch["sampling_per_token_logps"]
@@ -70,7 +70,7 @@ def test_the_loss_is_the_papers_objective(tmp_path, correction):
             epsilon_low=0.2,
             epsilon_high=0.3,
             **({"cap": 1.05} if name in CAPPED else {}),
-            **{field.removeprefix(f"{name}_"): value for field, value in DROPPING.get(name, {}).items()},
+            **{field.removeprefix(f"{name}_"): value for field, value in ACTING.get(name, {}).items()},
         )
         for name in CORRECTIONS
     }

@@ -183,6 +183,7 @@ def test_a_large_policy_takes_little_memory(model):
         assert len(places) == len({(shape, dtype) for shape, dtype, _ in mine.values()}) < len(mine) / 2
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_ranks_of_their_own(model, tmp_path, monkeypatch):
     """They find a speed, or say in one line why there is none, and leave no files; `test_choose` has it for one."""

@@ -16,7 +16,7 @@ from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 from transformers import TrainingArguments
 
-from ..corrections import AIS, ALL_CORRECTIONS, DPPO, TRM, Correction, Geometric, IcePop
+from ..corrections import AIS, ALL_CORRECTIONS, CIS, DPPO, TRM, Correction, Geometric, IcePop
 from ..corrections.base import Range
 from ..noise import sigma
 from ..noise.schedules import LEAST_STAGES
@@ -168,6 +168,12 @@ class CorrectionFields:
 
     ais_beta_var: float = AIS.beta_var
     """Strength of AIS's penalty on growth beyond `ais_gamma`."""
+
+    cis_lam: float = CIS.lam
+    """Lambda >= 0 of 'cis', whose cap on w is 1 + lambda max(1 - p, kappa), p the policy's probability of the token."""
+
+    cis_kappa: float = CIS.kappa
+    """Kappa of 'cis', at most 1, which bounds its cap from below as p nears 1."""
 
     icepop_low: float = IcePop.low
     """Ratio w, from 0 to 1, below which IcePop drops a token."""

@@ -28,6 +28,7 @@ from collections import ChainMap
 from .acr import ACR
 from .ais import AIS
 from .base import CorrectionInputs, CorrectionOutput
+from .cis import CIS
 from .coupled import Coupled
 from .decoupled import Decoupled
 from .dppo import DPPO
@@ -47,6 +48,7 @@ CORRECTIONS = {
     "tis": TIS,
     "acr": ACR,
     "ais": AIS,
+    "cis": CIS,
     "icepop": IcePop,
     "geometric": Geometric,
     "trm": TRM,
@@ -59,6 +61,7 @@ __all__ = [
     "ACR",
     "AIS",
     "ALL_CORRECTIONS",
+    "CIS",
     "CORRECTIONS",
     "DPPO",
     "TIS",

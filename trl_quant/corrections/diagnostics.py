@@ -104,7 +104,7 @@ def unit_weights(inputs: CorrectionInputs, ratio: Ratio) -> Tensor:
 def diagnose(
     inputs: CorrectionInputs,
     ratio: Ratio,
-    cap: float = math.inf,
+    cap: float | Tensor = math.inf,
     extra: dict[str, Tensor] | None = None,
     dropped: Tensor | None = None,
 ) -> tuple[dict[str, float], dict[str, Pooled]]:
@@ -114,7 +114,7 @@ def diagnose(
     Args:
         inputs ([`CorrectionInputs`]): The batch of this rank.
         ratio ([`Ratio`]): The ratios of this batch.
-        cap (`float`): The correction's cap on `w`.
+        cap (`float` or `torch.Tensor` of shape `(B, T)`): The correction's cap on `w`.
         extra (`dict[str, torch.Tensor]`, *optional*): More `(B, T)` quantities to pool.
         dropped (`torch.Tensor` of shape `(B, T)`, *optional*): The tokens that the correction drops.
 

@@ -188,7 +188,10 @@ def refused(tmp_path, url, server, faults, seconds=60.0, **options) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("fault", [silent, trickling, trickling_headers])
+LATE = [silent, *(pytest.param(fault, marks=pytest.mark.long) for fault in (trickling, trickling_headers))]
+
+
+@pytest.mark.parametrize("fault", LATE)
 @pytest.mark.parametrize("path", [SAMPLES, WORKERS, "/update_weights", "/reset_prefix_cache"])
 def test_a_server_that_does_not_answer_in_time(tmp_path, server, proxy, fault, path):
     text = refused(tmp_path, proxy, server, {path: fault}, LIMIT)

@@ -13,6 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 
 @pytest.mark.vllm
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_compiled_engine_ends_as_a_fresh_one(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}

@@ -12,6 +12,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 SCRIPT = HELPERS / "three_trainers.py"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.parametrize("how", ["rebound", "deleted"])

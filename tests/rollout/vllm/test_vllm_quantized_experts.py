@@ -25,7 +25,7 @@ from trl_quant.models.linears import sampled_linears
 from trl_quant.rollout.verify.self_check import Reference, mean_difference, policy_logps, rows_to_check
 from trl_quant.rollout.vllm import kernel_checks
 from trl_quant.rollout.vllm.experts import check_experts, expert_layers, held_experts
-from trl_quant.rollout.vllm.repairs import constants, plain_tensors, restore_plain_tensors
+from trl_quant.rollout.vllm.repairs import constants, kernel_state, restore_kernel_state
 from trl_quant.rollout.weights import PolicyWeights
 from trl_quant.storage.experts import NamesOnDisk
 
@@ -223,25 +223,30 @@ class Kernel:
 
 
 def with_kernel(scale: torch.nn.Parameter, strides: list[int]) -> Kernel:
-    experts = Kernel(strides=torch.tensor(strides), config=Kernel(scale=scale.data))
+    experts = Kernel(strides=torch.tensor(strides), config=Kernel(scale=scale.data), order=None)
     return Kernel(moe_kernel=Kernel(experts=experts, again=experts))
 
 
 def test_what_graphs_read_of_a_kernel_outlives_a_reload_and_a_sleep():
     layer = torch.nn.Linear(2, 2)
     layer.quant_method = with_kernel(layer.weight, [3, 4])
-    before = plain_tensors(layer)
+    order = layer.quant_method.moe_kernel.experts.order = Kernel(rows=torch.tensor([1, 2]))  # at the first use
+    before = kernel_state(layer)
     strides, scale = layer.quant_method.moe_kernel.experts.strides, layer.quant_method.moe_kernel.experts.config.scale
     kept = constants(layer)
-    assert [tensor is strides for tensor, _ in kept] == [True]  # the scale is the layer's parameter
-    strides.zero_()  # a sleep
+    assert {id(tensor) for tensor, _ in kept} == {id(strides), id(order.rows)}  # the scale is the layer's parameter
+    strides.zero_(), order.rows.zero_()  # a sleep
     for tensor, copy_ in kept:
         tensor.copy_(copy_)
-    assert strides.tolist() == [3, 4]
+    assert strides.tolist() == [3, 4] and order.rows.tolist() == [1, 2]
     layer.quant_method = with_kernel(torch.nn.Parameter(torch.full((2, 2), 7.0)), [5, 6])  # a reload
-    restore_plain_tensors(before)
+    restore_kernel_state(before)
     held = layer.quant_method.moe_kernel.experts
     assert held.strides is strides and strides.tolist() == [5, 6]
     assert held.config.scale is scale and (scale == 7).all() and (layer.weight == 7).all()
-    layer.quant_method = Kernel(moe_kernel=None)
-    restore_plain_tensors(before)  # nothing to restore
+    assert held.order is order
+    held.order = made_again = Kernel(rows=torch.tensor([8, 9]))
+    restore_kernel_state(before)
+    assert held.order is made_again and held.order.rows is order.rows and order.rows.tolist() == [8, 9]
+    layer.quant_method = Kernel()
+    restore_kernel_state(before)  # nothing to restore

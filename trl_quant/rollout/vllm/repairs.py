@@ -42,14 +42,15 @@ def keep_bias_loaders(model: nn.Module) -> None:
             set_weight_attrs(layer.bias, {"output_dim": 0, "weight_loader": layer.weight_loader})
 
 
-def plain_tensors(model: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
+def kernel_state(model: nn.Module) -> dict[tuple[nn.Module, str], object]:
     """
-    Returns the tensors that layers hold in addition to their parameters and buffers, such as the locks of Marlin's
-    kernels, or the strides and scales of kernels for experts. A reload replaces them and frees the old ones, which
-    captured CUDA graphs still read. If the memory of a lock is then used for something else, the kernels wait forever.
+    Returns what layers and their kernels hold in addition to parameters and buffers: tensors, such as the locks of
+    Marlin's kernels, or the strides and scales of kernels for experts, and the objects of vLLM's that hold them. A
+    reload replaces them and frees the old tensors, which captured CUDA graphs still read and write. If that memory is
+    then used for something else, kernels wait forever for a lock, or use addresses that are none.
 
     Returns:
-        `dict`: (module, path of the attribute in it) -> tensor.
+        `dict`: (module, path of the attribute in it) -> tensor or object, an object before what it holds.
     """
     found = {}
     for module in model.modules():
@@ -59,8 +60,8 @@ def plain_tensors(model: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
     return found
 
 
-def _held(owner: object, path: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors that an object of vLLM's, and those inside it, hold as attributes, with their paths."""
+def _held(owner: object, path: str, seen: set[int]) -> Iterator[tuple[str, object]]:
+    """Yields the tensors and objects of vLLM's that an object and those inside it hold, with their paths."""
     seen.add(id(owner))
     for name, value in vars(owner).items():
         if isinstance(value, Tensor):
@@ -68,6 +69,7 @@ def _held(owner: object, path: str, seen: set[int]) -> Iterator[tuple[str, Tenso
             continue
         is_vllms = type(value).__module__.startswith("vllm.model_executor.") and hasattr(value, "__dict__")
         if is_vllms and not isinstance(value, nn.Module) and id(value) not in seen:
+            yield f"{path}.{name}", value
             yield from _held(value, f"{path}.{name}", seen)
 
 
@@ -78,14 +80,21 @@ def _owner(module: nn.Module, path: str) -> object | None:
     return module
 
 
-def restore_plain_tensors(plain: dict[tuple[nn.Module, str], Tensor]) -> None:
-    """Puts the tensors of [`plain_tensors`] back, with the values of those that replaced them in a reload."""
-    for (module, path), tensor in plain.items():
+def restore_kernel_state(state: dict[tuple[nn.Module, str], object]) -> None:
+    """
+    Puts the tensors of [`kernel_state`] back, with the values of those that replaced them in a reload, and the objects
+    that a kernel makes at its first use and has not made again, such as a buffer for the order of tokens.
+    """
+    for (module, path), held in state.items():
         owner, name = _owner(module, path), path.rpartition(".")[2]
-        replacement = vars(owner).get(name) if hasattr(owner, "__dict__") else None
-        if isinstance(replacement, Tensor) and replacement is not tensor and replacement.shape == tensor.shape:
-            tensor.copy_(replacement)
-            setattr(owner, name, tensor)
+        if not hasattr(owner, "__dict__") or name not in vars(owner):
+            continue
+        now = vars(owner)[name]
+        if isinstance(held, Tensor) and isinstance(now, Tensor) and now is not held and now.shape == held.shape:
+            held.copy_(now)
+            setattr(owner, name, held)
+        elif now is None and not isinstance(held, Tensor):
+            setattr(owner, name, held)
 
 
 def constants(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
@@ -95,7 +104,8 @@ def constants(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     level 2 discards them, and where weights are written in place nothing makes them anew.
     """
     weights = {param.untyped_storage().data_ptr() for param in model.parameters() if param.numel() > 1}
-    tensors = [tensor for (_, path), tensor in plain_tensors(model).items() if "." in path]
+    of_kernels = (held for (_, path), held in kernel_state(model).items() if "." in path)
+    tensors = [held for held in of_kernels if isinstance(held, Tensor)]
     found = {id(tensor): tensor for tensor in (*tensors, *(p.data for p in model.parameters() if p.numel() == 1))}
     kept = [tensor for tensor in found.values() if tensor.untyped_storage().data_ptr() not in weights]
     return [(tensor, tensor.to("cpu", copy=True)) for tensor in kept]

@@ -19,7 +19,7 @@ from ..tensors import default_dtype
 from . import loading  # noqa: F401, which registers the model loader
 from .experts import check_experts, repack_experts
 from .kernel_checks import quantized_outside
-from .repairs import keep_onednn_scales, plain_tensors, refresh_tied_head, restore_plain_tensors
+from .repairs import keep_onednn_scales, kernel_state, refresh_tied_head, restore_kernel_state
 from .support import require_nccl
 from .worker import WeightComparison, kv_caches, loading_with, without_warnings
 
@@ -47,7 +47,7 @@ class ReloadBracket:
             return
         SyncToken.held = None
         keep_onednn_scales(self.model)
-        self._plain, self._received = plain_tensors(self.model), []
+        self._state, self._received = kernel_state(self.model), []
         super().start_weight_update()
 
     def receive_weights(self, update_info) -> None:
@@ -69,7 +69,7 @@ class ReloadBracket:
             super().finish_weight_update()
             refresh_tied_head(self.model)
             repack_experts(self.model, self._received)
-        restore_plain_tensors(self._plain)
+        restore_kernel_state(self._state)
 
 
 class NCCLTransfer(ReloadBracket, NCCLWeightTransferEngine):

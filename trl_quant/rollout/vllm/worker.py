@@ -20,7 +20,7 @@ from ..tensors import default_dtype
 from ..verify.kv_cache import CACHE_FORMATS, UNQUANTIZED, KVCache
 from .adapter import names_in_vllm, places
 from .experts import ExpertsCheck, repack_experts
-from .repairs import plain_tensors, refresh_tied_head, restore_plain_tensors
+from .repairs import kernel_state, refresh_tied_head, restore_kernel_state
 
 
 RELOAD = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
@@ -74,13 +74,13 @@ def reload(worker, stream: Iterable[tuple[str, Tensor]], is_whole: bool = True) 
             received.append(name)
             yield name, tensor
 
-    plain, told = plain_tensors(model), nullcontext() if is_whole else without_warnings()
+    state, told = kernel_state(model), nullcontext() if is_whole else without_warnings()
     # The reload creates tensors of the default type, which vLLM itself sets only for the first load
     with loading_with(model, load_and_record), default_dtype(worker.vllm_config.model_config.dtype), told:
         worker.reload_weights(weights_iterator=noting_names())
         refresh_tied_head(model)
         repack_experts(model, received)
-    restore_plain_tensors(plain)
+    restore_kernel_state(state)
     if not is_whole:
         return
     # Compares modules, since a quantized layer's parameters have other names than the loaded tensors. Scalars, such as
