@@ -280,12 +280,16 @@ CASES = {
             model=tiny("llama", max_position_embeddings=32, rope_parameters={"rope_type": "dynamic", "factor": 2.0}),
         ),
         Case("vLLM was shown to run on a CPU in 'bf16' alone", fields=VLLM, model=tiny("qwen3_moe")),
+        Case(
+            "On a CPU vLLM 0.31 looks for all of them on each rank and crashes",
+            fields={**BF16_VLLM, "vllm_engine_kwargs": {"enable_expert_parallel": True}},
+            model=tiny("qwen3_moe"),
+        ),
         *(
             Case(f"`{name}`={value!r} was not shown yet", fields={**BF16_VLLM, name: value}, model=tiny("qwen3_moe"))
             for name, value in {
-                "vllm_mode": "server",
                 "vllm_model_impl": "transformers",
-                "vllm_engine_kwargs": {"enable_expert_parallel": True},
+                "vllm_engine_kwargs": {"enable_eplb": True},
             }.items()
         ),
         Case("heads have 48 dimensions", fields=VLLM, model=tiny(head_dim=48)),
@@ -437,7 +441,7 @@ CASES = {
         Case("which a saved adapter does not contain", fields={"uaq_scale": 2.0}, model=tiny(), others=LORA),
         Case("cannot act: the policy's `model_type`='t5'", fields={"pack_sequences": True}, model=bare(T5Config())),
         Case("needs an engine that returns its routing", fields=REPLAY),
-        Case("a server does not return its routing", fields=SERVER | REPLAY),
+        Case("TRL's client takes no routing from a server", fields=SERVER | REPLAY),
         Case("were not tried in a compiled model", fields={**INT8, **REPLAY}, assigned={"torch_compile": True}),
         Case("which tokens the engine has sampled", fields={**INT8, **REPLAY}, others={"rollout_func": print}),
         Case("and the policy's `model_type` is 'qwen3'", fields={**INT8, **REPLAY}, model=tiny()),

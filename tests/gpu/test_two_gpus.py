@@ -30,11 +30,12 @@ from ranks import on_two_ranks, results
 from tiny import save_tiny
 from training import config, dataset, make
 from turn_ranks import assert_finished
-from vllm_engines import GPU_MODEL, SMALL, fresh, one_by_one, served
+from vllm_engines import GPU_MIXTURE, GPU_MODEL, SMALL, fresh, one_by_one, served
 from vllm_ranks import launch, launch_exact
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.layers import UnifiedLinear
+from trl_quant.models.families import HEAD, ROUTERS
 from trl_quant.precisions import PRECISIONS, in_vllm, qat_precisions
 from trl_quant.storage.layout import quantize_checkpoint
 
@@ -63,20 +64,21 @@ def trainer_of(path: Path, precision: str, **options) -> QuantGRPOTrainer:
     return make(QuantGRPOTrainer, args, model=str(path / "model"), train_dataset=dataset(32))
 
 
-def sample_from_server(precision: str, path: Path, url: str, trains: bool) -> None:
+def sample_from_server(precision: str, path: Path, url: str, kind: str) -> None:
     """
     Three steps, on weights that are trained in the server's precision, or with noise on the way; then the server equals
-    an engine that vLLM starts on the trained weights.
+    an engine that vLLM starts on the trained weights. A mixture of experts gets codes and scales.
     """
+    trains, given = kind == "trained", {"prepared": precision != "bf16", "device": "cuda"} if kind == "experts" else {}
     noise = {"noise_schedule": "exponential", "noise_sigma_start": 0.05, "noise_sigma_end": 0.01, "noise_stages": 3}
     options = {"train_precision": precision} if trains else noise
     server = {"vllm_mode": "server", "vllm_server_base_url": url, "vllm_group_port": free()}
     trainer = trainer_of(path, precision, **server, **options)
-    first = one_by_one(fresh(trainer.model, precision, path / "first"))
+    first = one_by_one(fresh(trainer.model, precision, path / "first", **given))
     trainer.train()
     found = trainer.check_sync()
     ours = served(trainer.vllm_generation.vllm_client)
-    last = one_by_one(fresh(trainer.model, precision, path / "last"))
+    last = one_by_one(fresh(trainer.model, precision, path / "last", **given))
     checks = [log["sync_check/logp_difference"] for log in trainer.state.log_history if "sync_check/bound" in log]
     layers = sum(isinstance(layer, UnifiedLinear) for layer in trainer.model.modules())
     print(f"RESULT server {precision}, {layers} layers in four bits: same {ours == last}, unmoved {ours == first}")
@@ -143,18 +145,23 @@ def test_two_ranks_with_unequal_turns_asleep(tmp_path, precision, level):
     assert_finished(*results(tmp_path, case, on_two_ranks("ddp", tmp_path, case)), asleep=True)
 
 
-CASES = [(precision, False) for precision in SERVED] + [(precision, True) for precision in TRAINED]
+CASES = [(precision, "dense") for precision in SERVED] + [(precision, "trained") for precision in TRAINED]
+CASES += [(precision, "experts") for precision in ("bf16", "int8", "fp8", "nvfp4")]
 
 
-@pytest.mark.parametrize(("precision", "trains"), CASES, ids=[name + "-trained" * trains for name, trains in CASES])
-def test_server(tmp_path, precision, trains):
-    model = save_tiny(tmp_path / "model", dtype=torch.bfloat16, **GPU_MODEL)
+@pytest.mark.parametrize(("precision", "kind"), CASES)
+def test_server(tmp_path, precision, kind):
+    family = {"family": "qwen3_moe", "tied": False, **GPU_MIXTURE} if kind == "experts" else GPU_MODEL
+    model = save_tiny(tmp_path / "model", dtype=torch.bfloat16, **family)
     flags = ["--dtype", "bfloat16", "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]
     flags += ["--worker-extension-cls", "trl_quant.rollout.vllm_server_worker.WorkerExtension"]
     flags += ["--weight-transfer-config", '{"backend": "trl_quant"}', "--max-model-len", "512", "--host", "127.0.0.1"]
     flags += ["--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(256 << 20), "--max-num-seqs", "8"]
     flags += ["--compilation-config", json.dumps(SMALL["compilation_config"])]
-    if online := PRECISIONS[precision].vllm.online:
+    online = PRECISIONS[precision].vllm.online
+    if kind == "experts" and precision != "bf16":  # vLLM would quantize routers too
+        model = quantize_checkpoint(model, tmp_path / "prepared", precision, [*HEAD, ROUTERS], device="cuda")
+    elif online:
         flags += ["--quantization", online]
     elif precision != "bf16":
         model = quantize_checkpoint(model, tmp_path / "prepared", precision)
@@ -179,7 +186,7 @@ def test_server(tmp_path, precision, trains):
             except OSError:
                 time.sleep(1)
         run(
-            [__file__, precision, tmp_path, f"http://127.0.0.1:{port}", *(["trains"] if trains else [])],
+            [__file__, precision, tmp_path, f"http://127.0.0.1:{port}", kind],
             CUDA_VISIBLE_DEVICES=cards()[0],
             VLLM_HOST_IP="127.0.0.1",
         )
@@ -192,5 +199,5 @@ def test_server(tmp_path, precision, trains):
 
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(240, exit=True)  # before pytest's limit, so a hang says where it is
-    precision, directory, url, *trains = sys.argv[1:]
-    sample_from_server(precision, Path(directory), url, bool(trains))
+    precision, directory, url, kind = sys.argv[1:]
+    sample_from_server(precision, Path(directory), url, kind)

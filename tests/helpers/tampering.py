@@ -5,8 +5,8 @@ from unittest.mock import patch
 
 def sync_changed(sampler, change) -> None:
     """Syncs all tensors, by their names on disk, as `change` returns them."""
-    split = sampler.names_on_disk.split
-    with patch.object(sampler.names_on_disk, "split", lambda tensors: change(dict(split(tensors))).items()):
+    stream = sampler.names_on_disk.stream
+    with patch.object(sampler.names_on_disk, "stream", lambda tensors: change(dict(stream(tensors))).items()):
         sampler.is_current = False  # the engine gets all tensors
         sampler.sync()
 

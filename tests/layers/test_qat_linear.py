@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trl_quant.formats import FORMATS, quantize
 from trl_quant.layers import FrozenLinear, SampledLinear, UnifiedLinear, share_scale, unified, weight_only
-from trl_quant.models.linears import dense_linears
+from trl_quant.models.linears import linears
 from trl_quant.policy.unified import unified_layers, unify
 from trl_quant.precisions import PRECISIONS, qat_precisions, unified_flows
 from trl_quant.storage.layout import checkpoint_stream, checkpoint_tensors
@@ -223,7 +223,7 @@ def test_a_model_has_the_codes_of_its_checkpoint(family, precision):
         checkpoint_stream([(n, p.clone()) for n, p in model.named_parameters()], PRECISIONS[precision].format)
     )
     unify(model, precision)
-    layers = {place: model.get_submodule(place) for place in dense_linears(model)}
+    layers = {place: model.get_submodule(place) for place in linears(model)}
     assert layers and all(type(layer) is UnifiedLinear for layer in layers.values())
     assert len(unified_layers(model)) == len(layers)
     for place, layer in layers.items():

@@ -389,7 +389,7 @@ def test_server_commands():
     assert set(hosts) == {"127.0.0.1"}
     (training_server,) = [words for words in served if "--weight-transfer-config" in words]
     arguments = pytest.importorskip("vllm.engine.arg_utils", reason="vLLM is not installed")
-    from trl_quant.rollout.vllm.server import serve_command
+    from trl_quant.rollout.vllm.serving import serve_command
 
     with warnings.catch_warnings():
         expected = shlex.split(serve_command(training_server[0], "fp8").splitlines()[-1])

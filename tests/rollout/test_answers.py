@@ -206,7 +206,7 @@ def test_a_password_is_not_shown():
     assert without_password("no such host: 'https://me@h'") == "no such host: 'https://***@h'"
     assert without_password("http://host:1/a@b") == "http://host:1/a@b"
     pytest.importorskip("vllm")
-    from trl_quant.rollout.vllm.server import wait_for_server
+    from trl_quant.rollout.vllm.serving import wait_for_server
 
     for url in ("http://me:secret@127.0.0.1:9", "http://me:secret@[::1"):
         args = config(

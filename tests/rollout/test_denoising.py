@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from trl_quant.formats import quantize
 from trl_quant.layers import SampledLinear
 from trl_quant.layers.quantizers import quantize_input
-from trl_quant.models.linears import dense_linears
+from trl_quant.models.linears import linears
 from trl_quant.policy.masked import PromptMasks
 from trl_quant.policy.unified import unify
 from trl_quant.precisions import unified_flows, with_products
@@ -282,7 +282,7 @@ def test_where_a_gpu_multiplies_codes_the_copy_does_too(tmp_path, monkeypatch, p
     engine, policy_layers, seen = made.vllm_generation.engine, dict(made.model.named_modules()), []
     engine.sync()
     layers = {name: layer for name, layer in engine.copy.named_modules() if isinstance(layer, SampledLinear)}
-    assert len(layers) == len(dense_linears(made.model)) and all(l.weight.values.itemsize == 1 for l in layers.values())
+    assert len(layers) == len(linears(made.model)) and all(l.weight.values.itemsize == 1 for l in layers.values())
     for name, layer in layers.items():
         layer.register_forward_hook(lambda module, args, y, name=name: seen.append((name, args[0], y)))
     prompts, completions = uneven_rows()

@@ -241,7 +241,7 @@ def test_vllm_refuses_what_it_would_not_quantize(tmp_path):
     pytest.importorskip("vllm")
     from vllm_engines import engine, policy
 
-    from trl_quant.models.linears import dense_linears
+    from trl_quant.models.linears import linears
     from trl_quant.rollout.vllm.kernel_checks import check_kernels
 
     gpt2().to(torch.bfloat16).save_pretrained(tmp_path / "gpt2")
@@ -251,7 +251,7 @@ def test_vllm_refuses_what_it_would_not_quantize(tmp_path):
         engine(model, "int8")
 
     sampler = engine(policy(tmp_path / "policy"), "bf16")
-    layers = list(dense_linears(sampler.model))
+    layers = list(linears(sampler.model))
 
     def elsewhere(model):
         """As GPT-2's are, where the check does not find them."""

@@ -322,7 +322,7 @@ def test_a_server_cannot_name_code_to_run(kind, request, tmp_path, monkeypatch, 
 def test_a_server_that_does_not_answer(tmp_path, monkeypatch):
     """It is waited for before the model is loaded, and the error ends with the command that starts it."""
     pytest.importorskip("vllm")
-    from trl_quant.rollout.vllm.server import serve_command
+    from trl_quant.rollout.vllm.serving import serve_command
 
     model = save_tiny(tmp_path / "model")
     Path(model, "model.safetensors").unlink()
@@ -343,7 +343,7 @@ def test_a_server_that_starts_in_time(tmp_path, monkeypatch):
     pytest.importorskip("vllm")
     import requests
 
-    from trl_quant.rollout.vllm import server
+    from trl_quant.rollout.vllm import serving
 
     get, calls = requests.get, []
 
@@ -353,11 +353,11 @@ def test_a_server_that_starts_in_time(tmp_path, monkeypatch):
             raise requests.ConnectionError
         return get(url, **options)
 
-    monkeypatch.setattr(server.requests, "get", late)
-    monkeypatch.setattr(server.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(serving.requests, "get", late)
+    monkeypatch.setattr(serving.time, "sleep", lambda seconds: None)
     with Server({}) as url:
         args = config(QuantGRPOConfig, tmp_path, use_vllm=True, vllm_mode="server", vllm_server_base_url=url)
-        server.wait_for_server(args, "model")
+        serving.wait_for_server(args, "model")
     assert calls == [f"{url}/health"] * 3 + [f"{url}/v1/models"] * 2  # whose it is, and its context
 
 
@@ -377,7 +377,7 @@ def test_a_server_that_starts_in_time(tmp_path, monkeypatch):
 )
 def test_exposed_addresses(url, exposed):
     pytest.importorskip("vllm")
-    from trl_quant.rollout.vllm.server import is_exposed
+    from trl_quant.rollout.vllm.serving import is_exposed
 
     assert is_exposed(url) is exposed
 
@@ -437,20 +437,20 @@ def test_what_a_transfer_of_weights_unpickles(tmp_path):
 @pytest.mark.vllm
 def test_the_command_binds_to_this_machine(monkeypatch):
     pytest.importorskip("vllm")
-    from trl_quant.rollout.vllm import server
+    from trl_quant.rollout.vllm import serving
 
     def last_line(*arguments) -> str:
-        return server.serve_command("model", *arguments).splitlines()[-1]
+        return serving.serve_command("model", *arguments).splitlines()[-1]
 
     for url in ("http://127.0.0.1:8000", "http://0.0.0.0:8000", "http://localhost:8000"):
         assert last_line("bf16", url).endswith(" --host 127.0.0.1") and last_line("bf16") == last_line("bf16", url)
     assert last_line("bf16", "http://10.0.0.5:9000").endswith(" --host 10.0.0.5 --port 9000")
-    comments = [line for line in server.serve_command("model", "nvfp4").splitlines() if line.startswith("#")]
+    comments = [line for line in serving.serve_command("model", "nvfp4").splitlines() if line.startswith("#")]
     assert len(comments) == 1 and "VLLM_SERVER_DEV_MODE" in comments[0] and "`--api-key` guards /v1" in comments[0]
     assert "run code" in comments[0] and "`/init_weight_transfer_engine` unpickles" in comments[0]
-    trusting = server.serve_command("model", "nvfp4", trust_remote_code=True)
+    trusting = serving.serve_command("model", "nvfp4", trust_remote_code=True)
     assert " --trust_remote_code  # once" in trusting and trusting.endswith(" --trust-remote-code")
-    assert "trust" not in server.serve_command("model", "nvfp4")
+    assert "trust" not in serving.serve_command("model", "nvfp4")
 
 
 @pytest.mark.vllm
@@ -466,12 +466,12 @@ def test_the_command_binds_to_this_machine(monkeypatch):
 def test_the_command_starts_here(monkeypatch, installed, start):
     """`vllm serve` asks for the version of a distribution "vllm"."""
     pytest.importorskip("vllm")
-    from trl_quant.rollout.vllm import server
+    from trl_quant.rollout.vllm import serving
 
     def version(name: str) -> str:
         if name not in installed:
-            raise server.metadata.PackageNotFoundError(name)
+            raise serving.metadata.PackageNotFoundError(name)
         return "0.31.0"
 
-    monkeypatch.setattr(server.metadata, "version", version)
-    assert server.serve_command("model", "bf16").splitlines()[-1].startswith(f"VLLM_SERVER_DEV_MODE=1 {start}")
+    monkeypatch.setattr(serving.metadata, "version", version)
+    assert serving.serve_command("model", "bf16").splitlines()[-1].startswith(f"VLLM_SERVER_DEV_MODE=1 {start}")

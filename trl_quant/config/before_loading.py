@@ -126,7 +126,7 @@ def _check_attention(run: Given) -> None:
 
 def _wait_for_server(args, model: str) -> int | None:
     """Returns the server's context, on the process that talks to it."""
-    from ..rollout.vllm.server import wait_for_server
+    from ..rollout.vllm.serving import wait_for_server
 
     return wait_for_server(args, model) if PartialState().is_main_process else None
 

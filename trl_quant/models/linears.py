@@ -5,16 +5,14 @@ of experts keep their type: a quantized router would send tokens to other expert
 
 | question | answer | asked by |
 |---|---|---|
-| Which layers of this model, experts included? | [`sampled_linears`] | embedded engine, training in FP8, checkpoints |
+| Which layers of this model, experts included? | [`sampled_linears`] | engines, training in FP8, checkpoints |
 | Which modules hold these layers? | [`places_of_modules`] | the same |
-| Which layers of this dense model? | [`dense_linears`] | frozen bases, vLLM behind a server |
 | Which linear layers stay unquantized? | [`unquantized_linears`] | engines, `trl-quant prepare` and `export` |
 | Is this tensor of a checkpoint or a stream one? | [`is_quantizable`] | readers and writers of checkpoints |
 | Which layers does an engine fuse with this one? | [`fused_with`], [`FusedGroups`] | code that keeps them together |
-| Which tensors does a sync send together? | [`sent_with`] | vLLM's engine |
+| Which tensors does a sync send together? | [`sent_with`] | vLLM's engines |
 
-[`linears`] describes all mixtures of experts; [`dense_linears`] and [`refuse_mixture`] refuse them where experts cannot
-be quantized yet.
+[`linears`] describes all mixtures of experts; [`sampled_linears`] refuses those whose experts cannot be quantized.
 """
 
 import re
@@ -117,20 +115,6 @@ def places_of_modules(layers: dict[str, LinearLayer]) -> list[str]:
     return list(dict.fromkeys(own))
 
 
-def dense_linears(model: nn.Module) -> dict[str, LinearLayer]:
-    """
-    As [`linears`], for models without experts.
-
-    Raises:
-        ValueError: The model is a mixture of experts.
-    """
-    in_decoder = {id(tensor) for tensor in model.get_decoder().parameters()}
-    for name, tensor in model.named_parameters():
-        if id(tensor) in in_decoder:
-            refuse_mixture(clean_name(name))
-    return linears(model)
-
-
 def unquantized_linears(model: nn.Module, head: bool = True) -> list[str]:
     """Returns the names of the linear layers of a model that keep their type: routers, those of a vision tower, and
     the head.
@@ -207,12 +191,6 @@ def holds_experts(name: str, tensor: Tensor) -> bool:
 def is_mixtures(name: str) -> bool:
     """Whether the tensor `name` belongs to a router or to the experts of a mixture."""
     return ROUTER.fullmatch(name) is not None or EXPERT.fullmatch(name) is not None
-
-
-def refuse_mixture(name: str) -> None:
-    """Raises `ValueError` for a tensor of a mixture of experts."""
-    if is_mixtures(name):
-        raise ValueError(f"{name}: a router or an expert; mixture-of-experts models cannot be quantized here yet.")
 
 
 # Fused layers

@@ -33,16 +33,12 @@ class NamesOnDisk:
         self._numbers: dict[str, dict[str, int]] = {}  # name in memory -> names on disk -> numbers of the matrices
 
     def stream(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yields `weights`, with those of [`with_buffers`], under their names on disk."""
-        return self.split(self.with_buffers(weights))
-
-    def split(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """
-        Yields tensors under their names on disk. A layer's experts, or their codes or scales of any number of
-        dimensions (experts, ...), come expert by expert. The names of codes and scales are those of the experts with a
-        suffix, such as `experts.down_proj_scale`.
+        Yields `weights`, with those of [`with_buffers`], under their names on disk. A layer's experts, or their codes
+        or scales of any number of dimensions (experts, ...), come expert by expert. The names of codes and scales are
+        those of the experts with a suffix, such as `experts.down_proj_scale`.
         """
-        for name, tensor in tensors:
+        for name, tensor in self.with_buffers(weights):
             if not is_mixtures(name):
                 yield name, tensor
                 continue

@@ -32,6 +32,7 @@ from vllm.utils.network_utils import get_ip
 from trl_quant.rollout.engine import RolloutNoise
 from trl_quant.rollout.vllm import client as vllm_client
 from trl_quant.rollout.vllm import server as vllm_server
+from trl_quant.rollout.vllm import serving
 from trl_quant.rollout.vllm.client import Client
 
 
@@ -240,7 +241,7 @@ def test_answers_that_are_not_whole(tmp_path, server, proxy, monkeypatch, path, 
 
 @pytest.mark.parametrize(("fault", "reason"), [(silent, "ReadTimeout|it did not"), (trickling_headers, "it did not")])
 def test_waiting_for_a_server_ends(tmp_path, server, proxy, monkeypatch, fault, reason):
-    monkeypatch.setattr(vllm_server, "PATIENCE", 1.0)
+    monkeypatch.setattr(serving, "PATIENCE", 1.0)
     Proxy.faults = {"/health": fault}
     with pytest.raises(ConnectionError, match=rf"reached, after `vllm_server_timeout`=1 seconds: ({reason})"):
         trainer_of(tmp_path, proxy, server.model, "bf16", vllm_server_timeout=1.0)

@@ -11,11 +11,11 @@ from transformers import AutoProcessor, Blip2ForConditionalGeneration
 pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm_engines import SMALL, engine, fp8_block_anywhere, greedy, keep, update
 
-from trl_quant.models.linears import dense_linears
+from trl_quant.models.linears import linears
 from trl_quant.precisions import PRECISIONS
 from trl_quant.rollout.vllm import support
 from trl_quant.rollout.vllm.adapter import linear_layers
-from trl_quant.rollout.vllm.server import serve_command
+from trl_quant.rollout.vllm.serving import serve_command
 from trl_quant.rollout.vllm.transfer import WorkerExtension
 
 
@@ -99,7 +99,7 @@ def test_a_server_is_told_and_asked(path, model, monkeypatch):
     assert """ --quantization fp8_per_channel --quantization-config '{"ignore": ["re:(?!language_model""" in command
     assert "--quantization-config" not in serve_command(path, "fp8") + serve_command(path, "bf16", outside=[pattern])
 
-    layers = [layer.name for layer in dense_linears(model).values()]
+    layers = [layer.name for layer in linears(model).values()]
     for ignore in ([], [pattern]):
         settings = {"quantization": "fp8_per_block", "quantization_config": {"ignore": ignore}, "max_model_len": 256}
         llm = LLM(path, dtype="bfloat16", **settings, **SMALL)

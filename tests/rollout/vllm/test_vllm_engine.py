@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm import _custom_ops as ops
 from vllm_engines import SMALL, engine, fp8_block_anywhere, fresh, greedy, policy, update
 
-from trl_quant.models.linears import dense_linears
+from trl_quant.models.linears import linears
 from trl_quant.noise import norm_noise
 from trl_quant.rollout import RolloutNoise, TransformersEngine, VLLMEngine
 from trl_quant.rollout.vllm.adapter import linear_layers
@@ -213,7 +213,7 @@ def test_starts_with_the_checkpoints_weights(tmp_path):
 
 def test_wrong_kernels_are_refused(tmp_path):
     sampler = engine(policy(tmp_path / "policy"), "bf16")
-    layers = list(dense_linears(sampler.model))
+    layers = list(linears(sampler.model))
     with pytest.raises(RuntimeError, match=r"'int8'.*8 linear layers.*qkv_proj: UnquantizedLinearMethod.*W8A8Int8"):
         sampler.llm.apply_model(lambda model: check_kernels(model, "int8", layers))
     kernels = sampler.llm.apply_model(lambda model: check_kernels(model, "bf16", layers))

@@ -86,7 +86,7 @@ NAMES = {
     f"{LOADER}.reload.layerwise": "logger",  # by its name, in `worker`
     f"{LOADER}.default_loader:DefaultModelLoader": "get_all_weights load_weights",
     "vllm.v1.worker.worker_base:WorkerBase": "device get_model vllm_config",
-    "vllm.v1.worker.gpu_worker:Worker": "model_runner reload_weights",
+    "vllm.v1.worker.gpu_worker:Worker": "model_runner reload_weights weight_transfer_engine",
     "vllm.v1.worker.cpu_worker": "CPUWorker",
     "vllm.v1.worker.cpu_worker:CPUWorker": "distributed_init_method",
     # Embeddings, of which a rank has rows
@@ -365,7 +365,7 @@ def test_environment_variables():
 
 
 def test_flags_of_the_server():
-    from trl_quant.rollout.vllm.server import serve_command
+    from trl_quant.rollout.vllm.serving import serve_command
 
     command = serve_command("model", "fp8", "http://127.0.0.1:8001", True).splitlines()[-1]
     flags = {flag.replace("-", "_") for flag in re.findall(r" --([a-z-]+)", command)}

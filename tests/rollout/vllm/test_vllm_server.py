@@ -24,9 +24,12 @@ from vllm.entrypoints.serve.dev.server_info.api_router import PydanticVllmConfig
 from vllm_engines import FP8_CACHE, fresh, one_by_one, served
 
 from trl_quant import QuantDistillationTrainer, QuantPPOTrainer, QuantRLOOTrainer
-from trl_quant.rollout.vllm import kernel_checks
+from trl_quant.rollout.vllm import (
+    kernel_checks,
+    loading,  # noqa: F401, registers a loader
+)
 from trl_quant.rollout.vllm import server as vllm_server
-from trl_quant.rollout.vllm.server import serve_command
+from trl_quant.rollout.vllm.serving import serve_command
 from trl_quant.storage.layout import quantize_checkpoint
 
 

@@ -239,7 +239,7 @@ RULES = (
     Rule(
         ("router_replay", "vllm_mode"),
         when=lambda run: run.args.router_replay and run.spec.source == "server",
-        message="`router_replay`=True with `vllm_mode='server'`: a server does not return its routing. Use "
+        message="`router_replay`=True with `vllm_mode='server'`: TRL's client takes no routing from a server. Use "
         "`vllm_mode='colocate'` or `use_vllm=False`, or leave it unset.",
     ),
     Rule(

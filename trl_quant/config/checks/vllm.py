@@ -29,7 +29,7 @@ from .sampler import given_options
 MODEL_IMPLS = ("vllm", "transformers", "auto")
 COLOCATED_FIELDS = ("vllm_engine_kwargs", "vllm_sleep_level", "lora_sync")  # they act only on a colocated engine
 BESIDE_DRAFTS = ("temperature", "top_p", "top_k")  # options that the check of speculative decoding computes
-OF_EXPERTS = ("enable_expert_parallel", "enable_eplb", "enable_return_routed_experts", "moe_backend", "kernel_config")
+OF_EXPERTS = ("enable_eplb", "enable_return_routed_experts", "moe_backend", "kernel_config")
 SAVE = (  # what to do about a policy on which vLLM cannot start
     "Save the model, without adapters, and its tokenizer, and name the directory in "
     "`vllm_engine_kwargs={{'model': ...}}`, or sample with `use_vllm=False`"
@@ -130,7 +130,7 @@ def _samples_experts(run: Given) -> bool:
 
 def _of_experts(run: Given) -> str:
     """Lists vLLM's arguments that change how experts are held or computed."""
-    return ", ".join(repr(name) for name in _arguments(run) if name in OF_EXPERTS)
+    return ", ".join(repr(name) for name, value in _arguments(run).items() if name in OF_EXPERTS and value)
 
 
 def _unreadable_start(run: Given) -> str | None:
@@ -172,7 +172,6 @@ ARGUMENTS = (
 
 # Fields that may not stand beside a mixture of experts in vLLM, where they have a value that no test has shown there
 BESIDE_EXPERTS = {
-    "vllm_mode": (lambda run: run.spec.source == "server", "Use 'colocate'"),
     "vllm_model_impl": (lambda run: run.args.vllm_model_impl == "transformers", "Use 'vllm'"),
     "vllm_engine_kwargs": (lambda run: _of_experts(run), "Leave {found} out"),
 }
@@ -261,6 +260,14 @@ RULES = (
         ("rollout_precision", "use_vllm"),
         when=lambda run: _samples_experts(run) and refusal(check_experts_here, run.spec.sampled_in),
         message="{found}",
+        needs="model",
+    ),
+    Rule(
+        ("rollout_precision", "vllm_engine_kwargs"),
+        when=lambda run: _samples_experts(run) and _arguments(run).get("enable_expert_parallel"),
+        message="`vllm_engine_kwargs` has 'enable_expert_parallel'=True, with which each rank holds some of the "
+        "experts. On a CPU vLLM 0.31 looks for all of them on each rank and crashes; on a GPU this was not shown. "
+        "Leave it out: with `vllm_tensor_parallel_size` each rank holds a part of each expert.",
         needs="model",
     ),
     *(

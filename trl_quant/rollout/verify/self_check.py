@@ -18,7 +18,7 @@ Weights of an earlier step may change log-probabilities by less than this bound.
 |---|---|
 | the policy's adapters, or merged weights on the layers and rows that `WeightDrift` measures | the last sync's |
 | the policy's [`~fingerprint.fingerprint`], which covers all of its weights and settings | the last sync's |
-| the embeddings, norms and biases that an engine in this process holds | the policy's, in the engine's type |
+| the embeddings, norms, biases, experts and routers that the engine holds | the policy's, in the engine's type |
 
 The scales of a quantized KV cache are compared with those of a fresh engine.
 """

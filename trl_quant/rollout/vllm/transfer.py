@@ -14,12 +14,14 @@ import torch
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
+from ...storage.layout import quantizers_on
 from ..tensors import default_dtype
 from . import loading  # noqa: F401, which registers the model loader
+from .experts import check_experts, repack_experts
 from .kernel_checks import quantized_outside
 from .repairs import keep_onednn_scales, kernel_state, refresh_tied_head, restore_kernel_state
 from .support import require_nccl
-from .worker import kv_caches
+from .worker import WeightComparison, kv_caches, loading_with, without_warnings
 
 
 class SyncToken:
@@ -32,25 +34,41 @@ class ReloadBracket:
     """
     Mixin for vLLM's weight transfer engines that adds the steps of `worker.reload` to an update. Each step of it
     forgets the token of the last sync, because any client may send an update.
+
+    Attributes:
+        comparison ([`~worker.WeightComparison`] or `None`):
+            Compares the tensors of the next update, which are then not loaded; `None` for an update of the weights.
     """
 
+    comparison: WeightComparison | None = None
+
     def start_weight_update(self) -> None:
+        if self.comparison is not None:
+            return
         SyncToken.held = None
         keep_onednn_scales(self.model)
-        self._state = kernel_state(self.model)
+        self._state, self._received = kernel_state(self.model), []
         super().start_weight_update()
 
     def receive_weights(self, update_info) -> None:
+        if self.comparison is not None:
+            with loading_with(self.model, self.comparison.add):
+                super().receive_weights(update_info)
+            return
         SyncToken.held = None  # again, as another run's sync may have begun and ended since
+        self._received += update_info.names
         with default_dtype(self.model_config.dtype):
             super().receive_weights(update_info)
 
     @torch.no_grad()
     def finish_weight_update(self) -> None:
+        if self.comparison is not None:
+            return
         SyncToken.held = None
-        with default_dtype(self.model_config.dtype):
+        with default_dtype(self.model_config.dtype), without_warnings():  # a sync sends only what has changed
             super().finish_weight_update()
             refresh_tied_head(self.model)
+            repack_experts(self.model, self._received)
         restore_kernel_state(self._state)
 
 
@@ -66,8 +84,11 @@ class WorkerExtension:
     """The class to name on vLLM's command line. vLLM adds its methods to the worker."""
 
     def set_sync_token(self, token: str) -> None:
-        """Stores the token of a sync until the next update of weights, or until this process ends."""
-        SyncToken.held = token
+        """
+        Stores the token of a sync until the next update of weights, or until this process ends. If another run waits
+        for a comparison, the sync was compared and not loaded, and has no token.
+        """
+        SyncToken.held = token if self.weight_transfer_engine.comparison is None else None
 
     def get_sync_token(self) -> str | None:
         """Returns the token of the last sync; `None` if this process does not hold the weights of one."""
@@ -80,6 +101,27 @@ class WorkerExtension:
     def quantized_outside(self, layers: list[str]) -> list[str]:
         """Calls [`~kernel_checks.quantized_outside`] with the worker's model."""
         return quantized_outside(self.get_model(), layers)
+
+    def why_experts_differ(self, precision: str) -> str | None:
+        """Returns why [`~experts.check_experts`] refuses the worker's model; `None` if it does not."""
+        try:
+            check_experts(self.get_model(), precision)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def compare_next_update(self, format: str | None) -> None:
+        """
+        Has the next update of weights compared with the worker's own, and not loaded. The `format` is that of
+        [`~worker.WeightComparison`].
+        """
+        found = WeightComparison(self.get_model(), self.vllm_config, format, quantizers_on(self.device))
+        self.weight_transfer_engine.comparison = found
+
+    def differing_weight(self) -> str | None:
+        """Ends a comparison. Returns the name of the first of the compared weights that differs; `None` if none do."""
+        found, self.weight_transfer_engine.comparison = self.weight_transfer_engine.comparison, None
+        return found.differing()
 
 
 WeightTransferEngineFactory.register_engine("trl_quant", NCCLTransfer)

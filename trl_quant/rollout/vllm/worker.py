@@ -5,6 +5,7 @@ The engine runs in the trainer's process, so these functions may take iterators 
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +15,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.utils import extract_layer_index
 
-from ...models.families import EXPERT
 from ...models.linears import is_mixtures
-from ...models.names import place_in_layer
 from ..tensors import default_dtype
 from ..verify.kv_cache import CACHE_FORMATS, UNQUANTIZED, KVCache
 from .adapter import names_in_vllm, places
@@ -25,6 +24,27 @@ from .repairs import kernel_state, refresh_tied_head, restore_kernel_state
 
 
 RELOAD = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Context in which vLLM does not warn of layers that a reload leaves as they were."""
+    level = RELOAD.level
+    RELOAD.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        RELOAD.setLevel(level)
+
+
+@contextmanager
+def loading_with(model: nn.Module, load: Callable) -> Iterator[None]:
+    """Context in which vLLM's functions call `load` with the weights that arrive, and not its model."""
+    model.load_weights = load
+    try:
+        yield
+    finally:
+        del model.load_weights
 
 
 def reload(worker, stream: Iterable[tuple[str, Tensor]], is_whole: bool = True) -> None:
@@ -42,31 +62,24 @@ def reload(worker, stream: Iterable[tuple[str, Tensor]], is_whole: bool = True) 
         `RuntimeError`: A stream of all weights ended without weights for some module.
     """
     model = worker.get_model()
-    load_weights, loaded, with_experts = model.load_weights, set(), set()
+    load_weights, loaded, received = model.load_weights, set(), []
 
     def load_and_record(weights: Iterator[tuple[str, Tensor]]) -> set[str] | None:
         names = load_weights(weights)
         loaded.update(names or ())
         return names
 
-    def noting_experts() -> Iterator[tuple[str, Tensor]]:
+    def noting_names() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in stream:
-            if EXPERT.fullmatch(name):
-                with_experts.add(place_in_layer(name)[1])
+            received.append(name)
             yield name, tensor
 
-    model.load_weights = load_and_record
-    state, level = kernel_state(model), RELOAD.level
-    RELOAD.setLevel(level if is_whole else logging.ERROR)
-    try:
-        # The reload creates tensors of the default type, which vLLM itself sets only for the first load
-        with default_dtype(worker.vllm_config.model_config.dtype):
-            worker.reload_weights(weights_iterator=noting_experts())
-            refresh_tied_head(model)
-            repack_experts(model, with_experts)
-    finally:
-        del model.load_weights
-        RELOAD.setLevel(level)
+    state, told = kernel_state(model), nullcontext() if is_whole else without_warnings()
+    # The reload creates tensors of the default type, which vLLM itself sets only for the first load
+    with loading_with(model, load_and_record), default_dtype(worker.vllm_config.model_config.dtype), told:
+        worker.reload_weights(weights_iterator=noting_names())
+        refresh_tied_head(model)
+        repack_experts(model, received)
     restore_kernel_state(state)
     if not is_whole:
         return
@@ -112,50 +125,49 @@ def kv_caches(model: nn.Module) -> dict[int, KVCache]:
     return caches
 
 
-@torch.no_grad()
-def differing_weight(
-    model: nn.Module,
-    weights: Iterable[tuple[str, Tensor]],
-    config: VllmConfig,
-    format: str | None,
-    quantizers: dict[str, Callable],
-) -> str | None:
+class WeightComparison:
     """
     Compares the policy's weights with vLLM's: those that both have under one name and in one shape (norms, embeddings,
     the head), the biases of linear layers, and experts and routers.
 
-    Args:
+    Parameters:
         model (`nn.Module`): vLLM's model.
-        weights (`Iterable[tuple[str, Tensor]]`): The policy's weights by its names.
         config (`VllmConfig`): vLLM's configuration.
         format, quantizers: How the engine quantizes experts; see [`~experts.ExpertsCheck`].
-
-    Returns:
-        `str` or `None`: The policy's name of the first weight that differs; `None` if there is none.
     """
-    params, modules = dict(model.named_parameters()), dict(model.named_modules())
-    biases: dict[str, Tensor] = {}
-    different: list[str] = []
-    dtype, experts = config.model_config.dtype, ExpertsCheck(model, config, format, **quantizers)
-    for name, tensor in weights:  # reads all of them in any case, because gathering is collective
-        module, _, kind = name.rpartition(".")
-        if is_mixtures(name) or is_mixtures(f"{module}.weight"):
-            different += filter(None, [experts.differing(name, tensor)])
-            continue
-        ((_, vllm_name),) = names_in_vllm(model, [module])
-        held, layer = params.get(f"{vllm_name}.{kind}"), modules.get(vllm_name)
-        if layer is None or isinstance(layer, LinearBase):
-            if kind == "bias":
-                biases[module] = tensor
-            continue
-        if isinstance(layer, VocabParallelEmbedding) and held is not None:  # padded, and split among ranks
-            rows = layer.shard_indices
-            tensor = tensor[rows.org_vocab_start_index : rows.org_vocab_end_index]
-            held = held[: len(tensor)]
-        if held is not None and held.shape == tensor.shape and not _are_same(held, tensor, dtype):
-            different.append(name)
-    different += _differing_biases(model, biases)
-    return different[0] if different else None
+
+    def __init__(self, model: nn.Module, config: VllmConfig, format: str | None, quantizers: dict[str, Callable]):
+        self.model, self.dtype = model, config.model_config.dtype
+        self._experts = ExpertsCheck(model, config, format, **quantizers)
+        self._params, self._layers = dict(model.named_parameters()), dict(model.named_modules())
+        self._biases: dict[str, Tensor] = {}
+        self._different: list[str] = []
+
+    @torch.no_grad()
+    def add(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Compares some of the policy's weights by its names. Reads all, because gathering is collective."""
+        for name, tensor in weights:
+            module, _, kind = name.rpartition(".")
+            if is_mixtures(name) or is_mixtures(f"{module}.weight"):
+                self._different += filter(None, [self._experts.differing(name, tensor)])
+                continue
+            ((_, vllm_name),) = names_in_vllm(self.model, [module])
+            held, layer = self._params.get(f"{vllm_name}.{kind}"), self._layers.get(vllm_name)
+            if layer is None or isinstance(layer, LinearBase):
+                if kind == "bias":
+                    self._biases[module] = tensor.clone()  # it may be part of a buffer that is received
+                continue
+            if isinstance(layer, VocabParallelEmbedding) and held is not None:  # padded, and split among ranks
+                rows = layer.shard_indices
+                tensor = tensor[rows.org_vocab_start_index : rows.org_vocab_end_index]
+                held = held[: len(tensor)]
+            if held is not None and held.shape == tensor.shape and not _are_same(held, tensor, self.dtype):
+                self._different.append(name)
+
+    def differing(self) -> str | None:
+        """Returns the policy's name of the first weight that differs; `None` if there is none."""
+        different = [*self._different, *_differing_biases(self.model, self._biases)]
+        return different[0] if different else None
 
 
 def _are_same(held: Tensor, tensor: Tensor, dtype: torch.dtype) -> bool:
