@@ -17,7 +17,7 @@ from ...formats import FORMATS
 from ...formats.fp8 import BLOCK
 from ...layers.products import follow_int8
 from ...layers.quantizers import follow_groups
-from ...models.families import family_of
+from ...models.families import GATE, GATES, family_of
 from ...models.linears import sampled_linears, unquantized_linears
 from ...models.names import clean_name
 from ...models.routers import routers
@@ -330,16 +330,17 @@ def check_architecture(config, model_impl: str) -> None:
 
 def outside_decoder(policy: PreTrainedModel, architectures: list[str], model_impl: str) -> list[str]:
     """
-    Returns patterns that tell vLLM which layers not to quantize: all except those of the policy's decoder. The patterns
-    use vLLM's own names, because vLLM may have another name for a vision tower. The list is empty for a language model,
-    whose head vLLM leaves unquantized anyway.
+    Returns patterns that tell vLLM which layers not to quantize: all except those of the policy's decoder, and the
+    gates of linear attention in it. The patterns use vLLM's own names, because vLLM may have another name for a vision
+    tower. The list is empty for a language model without such gates, whose head vLLM leaves unquantized anyway.
 
     Args:
         policy (`PreTrainedModel`): The policy, with or without memory for its weights.
         architectures (`list[str]`): The architectures of the checkpoint that vLLM starts on.
         model_impl (`str`): vLLM's argument of that name.
     """
-    if not unquantized_linears(policy, head=False):
+    unquantized = unquantized_linears(policy, head=False)
+    if not unquantized:
         return []
     from vllm import ModelRegistry
 
@@ -352,7 +353,8 @@ def outside_decoder(policy: PreTrainedModel, architectures: list[str], model_imp
         model = None  # vLLM runs transformers' model, with the policy's names
     layers = sampled_linears(policy).values()
     decoder = decoder_in_vllm(model, [layer.name for layer in layers if not layer.holds_experts])
-    return [f"re:(?!{re.escape(decoder)})"]
+    gates = [GATES] if any(GATE.fullmatch(f"{name}.weight") for name in unquantized) else []
+    return [f"re:(?!{re.escape(decoder)})", *gates]
 
 
 def differences(mine: PreTrainedConfig, theirs: PreTrainedConfig) -> str:
