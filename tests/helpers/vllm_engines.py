@@ -28,7 +28,7 @@ from vllm.distributed import parallel_state
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 
-from trl_quant.models.families import HEAD, ROUTERS
+from trl_quant.models.families import GATES, HEAD, ROUTERS
 from trl_quant.precisions import PRECISIONS
 from trl_quant.rollout import VLLMEngine
 from trl_quant.rollout.verify.self_check import Reference, check_sequences, mean_difference
@@ -158,7 +158,7 @@ def fresh(model, precision: str, path, prepared: bool = False, device: str = "cp
         model.save_pretrained(path)
         tiny_tokenizer().save_pretrained(path)
         if quantized != path and not quantized.exists():
-            quantize_checkpoint(path, quantized, precision, [*HEAD, ROUTERS], device=device)
+            quantize_checkpoint(path, quantized, precision, [*HEAD, ROUTERS, GATES], device=device)
     if ranks:
         torch.distributed.barrier()
     settings = {

@@ -150,6 +150,11 @@ def unquantized_linears(model: nn.Module, head: bool = True) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+def gates_of(model: nn.Module) -> list[str]:
+    """Returns the names of the linear layers of a model that are gates of linear attention."""
+    return [name for name in unquantized_linears(model) if GATE.fullmatch(f"{name}.weight")]
+
+
 def _head_modules(model: nn.Module) -> list[nn.Module]:
     head = model.get_output_embeddings()
     return [] if head is None else list(head.modules())

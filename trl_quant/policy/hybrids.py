@@ -2,7 +2,7 @@
 Asks whether the kernels of a hybrid keep the sequences of a packed row apart.
 
 Linear attention and state-space models carry a state from token to token, and so does the convolution before them. In a
-packed row, both must start anew at each sequence. transformers passes the borders on to whichever kernels are installed:
+packed row, both must start anew at each sequence. transformers passes the borders on to the kernels that are installed:
 
 | kernel | of | takes borders by |
 |---|---|---|

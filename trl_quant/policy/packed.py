@@ -72,7 +72,7 @@ def accept_packed_rows(model: PreTrainedModel, whose: str = "policy") -> None:
         raise ValueError(f"the {whose}'s attention has dropout (`attention_dropout`={dropout})")
     if is_hybrid(model) and runs_across_borders(model):
         raise ValueError(
-            f"the {whose}'s recurrent layers would carry their state from one sequence of a row into the next, since the "
+            f"the {whose}'s recurrent layers would carry their state from one sequence of a row into the next: the "
             "kernels that run here take no borders. Those of flash-linear-attention and causal-conv1d do, on a GPU"
         )
     if attention_of(model) == "sdpa":

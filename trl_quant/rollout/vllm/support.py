@@ -17,8 +17,8 @@ from ...formats import FORMATS
 from ...formats.fp8 import BLOCK
 from ...layers.products import follow_int8
 from ...layers.quantizers import follow_groups
-from ...models.families import GATE, GATES, family_of
-from ...models.linears import sampled_linears, unquantized_linears
+from ...models.families import GATES, family_of
+from ...models.linears import gates_of, sampled_linears, unquantized_linears
 from ...models.names import clean_name
 from ...models.routers import routers
 from ...precisions import PRECISIONS, InVLLM, in_vllm, with_experts
@@ -315,12 +315,26 @@ def compute_as_vllm(precision: str, device: torch.device) -> None:
         follow_int8(getattr(torch.ops._C, "cutlass_scaled_mm", None))
 
 
-def check_architecture(config, model_impl: str) -> None:
-    """Raises `ValueError` for a transformers config whose architecture vLLM does not implement."""
+def _class_in_vllm(architectures: list[str] | None, model_impl: str) -> type | None:
+    """Returns vLLM's class of a model; `None` if vLLM runs transformers' model, with the policy's names, or none."""
     from vllm import ModelRegistry
 
-    architectures = getattr(config, "architectures", None) or []
-    if model_impl in ("auto", "vllm") and not set(architectures) & set(ModelRegistry.get_supported_archs()):
+    implemented = [name for name in architectures or [] if name in ModelRegistry.models]
+    if not implemented or model_impl == "transformers":
+        return None
+    return ModelRegistry.models[implemented[0]].load_model_cls()
+
+
+def check_architecture(config, model_impl: str) -> None:
+    """Raises `ValueError` for a transformers config whose architecture vLLM does not implement, or cannot load."""
+    architectures = getattr(config, "architectures", None)
+    try:
+        implemented = _class_in_vllm(architectures, model_impl)
+    except ImportError as error:
+        raise ValueError(
+            f"vLLM cannot load its {architectures[0]}: {error}. Install it, or set `use_vllm=False`."
+        ) from error
+    if implemented is None and model_impl != "transformers":
         raise ValueError(
             f"vLLM does not know the architecture {architectures or type(config).__name__}. Set `use_vllm=False` to "
             "sample from the embedded engine, which runs any decoder of transformers, or "
@@ -339,22 +353,14 @@ def outside_decoder(policy: PreTrainedModel, architectures: list[str], model_imp
         architectures (`list[str]`): The architectures of the checkpoint that vLLM starts on.
         model_impl (`str`): vLLM's argument of that name.
     """
-    unquantized = unquantized_linears(policy, head=False)
-    if not unquantized:
+    if not unquantized_linears(policy, head=False):
         return []
-    from vllm import ModelRegistry
-
     from .adapter import decoder_in_vllm
 
-    implemented = [name for name in architectures if name in ModelRegistry.models]
-    if implemented and model_impl != "transformers":
-        model = ModelRegistry.models[implemented[0]].load_model_cls()
-    else:
-        model = None  # vLLM runs transformers' model, with the policy's names
+    model = _class_in_vllm(architectures, model_impl)
     layers = sampled_linears(policy).values()
     decoder = decoder_in_vllm(model, [layer.name for layer in layers if not layer.holds_experts])
-    gates = [GATES] if any(GATE.fullmatch(f"{name}.weight") for name in unquantized) else []
-    return [f"re:(?!{re.escape(decoder)})", *gates]
+    return [f"re:(?!{re.escape(decoder)})", *([GATES] if gates_of(policy) else [])]
 
 
 def differences(mine: PreTrainedConfig, theirs: PreTrainedConfig) -> str:
@@ -396,8 +402,8 @@ def check_exact(config: PreTrainedConfig) -> None:
             f"`exact_rollouts`=True needs FlashAttention 3, on Hopper (compute capability 9.0), not {found}."
         )
     model_type = config.get_text_config().model_type
-    if family_of(model_type).offset:
-        raise ValueError(f"`exact_rollouts`=True does not know the norms of {model_type}. Leave it at False.")
+    if family_of(model_type).offset or family_of(model_type).recurrent:
+        raise ValueError(f"`exact_rollouts`=True does not know the layers of {model_type}. Leave it at False.")
     dropout = getattr(config.get_text_config(), "attention_dropout", 0)
     if dropout:
         raise ValueError(f"`exact_rollouts`=True needs a model without dropout; it has `attention_dropout`={dropout}.")
@@ -471,12 +477,14 @@ def adapter_arguments(model, given: dict) -> dict[str, dict[str, int]]:
             f"`vllm_engine_kwargs` has {unused}, which act only on vLLM's own adapters; `lora_sync`='adapter' does "
             "not use these. Leave them out."
         )
-    quantized = {layer.name for layer in sampled_linears(model.get_base_model()).values() if not layer.is_expert}
+    base = model.get_base_model()
+    layers = {layer.name for layer in sampled_linears(base).values() if not layer.is_expert}
+    layers.update(gates_of(base))
     ranks = {}
     for name, layer in model.named_modules():
         if not isinstance(layer, BaseTunerLayer) or adapter not in layer.r:
             continue
-        if clean_name(name) not in quantized:
+        if clean_name(name) not in layers:
             raise ValueError(
                 f"`lora_sync`='adapter' takes adapters of the decoder's linear layers, not `{name}`. {instead}"
             )
