@@ -19,8 +19,9 @@ if not GPU:
 
 from accelerate import Accelerator
 from frozen_layers import layers
+from no_torchvision import load_text_models
 from peft import get_peft_model
-from tiny import MIXTURES, save_tiny, tiny_tokenizer
+from tiny import HYBRIDS, MIXTURES, save_tiny, tiny_tokenizer
 from training import lora, metrics, parameters
 from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
@@ -101,8 +102,10 @@ def allow_experts() -> None:
 
 def policy(path, with_lora: bool = False, dtype: torch.dtype = torch.bfloat16, **kwargs):
     """A tiny policy loaded from a checkpoint at `path`."""
-    if kwargs.get("family") in MIXTURES:
+    if kwargs.get("family") in (*MIXTURES, "qwen3_next"):
         allow_experts()
+    if kwargs.get("family") in HYBRIDS:
+        load_text_models()
     model = AutoModelForCausalLM.from_pretrained(save_tiny(path, dtype=torch.bfloat16, **kwargs), dtype=dtype)
     if not with_lora:
         return model

@@ -55,6 +55,9 @@ class Family(NamedTuple):
         scores (`str` or `None`):
             torch's function of a router's logits from which experts get their weights ([`~models.routers`]); `None` for
             a dense family.
+        read (`tuple[str, ...]`):
+            Linear layers of whose modules a kernel that trains reads nothing but the weight, by their paths in a
+            decoder layer: what replaces or wraps such a module would not act.
         norm (`str` or `None`): transformers' class of its RMSNorm; `None` if it computes another function than Llama's.
         mlp (`str` or `None`): transformers' class of its MLP; `None` if it computes another function than Llama's.
     """
@@ -67,6 +70,7 @@ class Family(NamedTuple):
     both_ways: bool = False
     mixture: bool = False
     scores: str | None = None
+    read: tuple[str, ...] = ()
     norm: str | None = None
     mlp: str | None = None
 
@@ -126,6 +130,7 @@ FAMILIES = {
         },
         packs=True,
         recurrent=True,
+        read=("mamba.out_proj",),  # by mamba-ssm
     ),
     # Known by their classes alone
     "arcee": Family(norm="ArceeRMSNorm"),

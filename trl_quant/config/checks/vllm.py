@@ -15,13 +15,12 @@ from ...rollout.vllm.support import (
     check_architecture,
     check_experts_here,
     check_head_size,
-    differences,
     engine_arguments,
     refused_by_vllm,
     sampling_parameters,
 )
 from ...storage.quantization import check_prepared
-from ..given import Given
+from ..given import Given, differences
 from .rule import Rule, acts_only, check_rules, refusal
 from .sampler import given_options
 
@@ -121,6 +120,15 @@ def _read_start(run: Given):
     revision = getattr(run.config, "_commit_hash", None) if named is None else None
     with reading(start):
         return AutoConfig.from_pretrained(start, revision=revision, trust_remote_code=run.args.trust_remote_code)
+
+
+def _reads_more(run: Given) -> tuple[str, str] | None:
+    """Returns the classes of a policy of text alone and of the model with images that vLLM would start."""
+    start, policy = _read_start(run), run.model_class
+    kinds = start.architectures or []
+    if start.get_text_config() is start or policy is None or not kinds or policy.__name__ in kinds:
+        return None
+    return policy.__name__, kinds[0]
 
 
 def _samples_experts(run: Given) -> bool:
@@ -302,6 +310,13 @@ RULES = (
         ("vllm_engine_kwargs",),
         when=lambda run: _starts_on_policy(run) and differences(run.config, _read_start(run)),
         message="The policy differs from {run.config.name_or_path!r}, on which vLLM starts, in {found}. " + SAVE + ".",
+        needs="start",
+    ),
+    Rule(
+        ("vllm_engine_kwargs",),
+        when=lambda run: _starts_on_policy(run) and _reads_more(run),
+        message="The policy is a {found[0]}, and vLLM would start a {found[1]} from {run.config.name_or_path!r}, whose "
+        "weights have other names. " + SAVE + ".",
         needs="start",
     ),
     Rule(

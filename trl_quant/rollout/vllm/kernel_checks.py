@@ -37,12 +37,12 @@ def check_kernels(model: nn.Module, precision: str, layers: Iterable[str]) -> st
             f"`rollout_precision`={precision!r}: vLLM's {type(model).__name__} has no linear layers in {decoder!r}, "
             "where its decoder should be. Use another model, or leave `rollout_precision` unset."
         )
-    towers = quantized_outside(model, layers)
-    if towers:
+    others = quantized_outside(model, layers)
+    if others:
         raise RuntimeError(
-            f"`rollout_precision`={precision!r} quantizes only the language model, and vLLM quantized "
-            f"{len(towers)} linear layers outside of it, such as {'; '.join(towers[:3])}. Set `use_vllm=False` to "
-            "sample from the embedded engine, or leave `rollout_precision` unset."
+            f"`rollout_precision`={precision!r} quantizes only the language model, without its routers and gates, and "
+            f"vLLM quantized {len(others)} linear layers outside of it, such as {'; '.join(others[:3])}. Set "
+            "`use_vllm=False` to sample from the embedded engine, or leave `rollout_precision` unset."
         )
     kept = {name for name in inside if keeps_type(f"{name}.weight") or name.endswith(CONVOLUTION)}
     wrong = [
@@ -62,11 +62,12 @@ def check_kernels(model: nn.Module, precision: str, layers: Iterable[str]) -> st
 
 def quantized_outside(model: nn.Module, layers: Iterable[str]) -> list[str]:
     """
-    Describes the quantized linear layers outside of the decoder. `layers` are the policy's names of the decoder's
-    linear layers.
+    Describes the quantized linear layers outside of the decoder, and those in it that should keep their type. `layers`
+    are the policy's names of the decoder's linear layers.
     """
     decoder = decoder_in_vllm(model, layers)
-    outside = {name: layer for name, layer in linear_layers(model).items() if not name.startswith(decoder)}
+    found = linear_layers(model).items()
+    outside = {name: x for name, x in found if not name.startswith(decoder) or keeps_type(f"{name}.weight")}
     return [f"{name}: {_describe(layer)}" for name, layer in outside.items() if not _runs_in("bf16", *method_of(layer))]
 
 

@@ -29,28 +29,6 @@ logger = logging.getLogger(__name__)
 
 VLLM_VERSIONS = ("0.26", "0.34")  # at least, below
 RANK_ON_CPU = "trl_quant.rollout.vllm.cpu_ranks.RankOnCPU"  # vLLM's `worker_cls` where CPU ranks form one engine
-# Fields of a config that determine what a model computes. All checkpoints of a model agree in them, quantized or not
-ARCHITECTURE = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "tie_word_embeddings",
-    "attention_bias",
-    "mlp_bias",
-    "hidden_act",
-    "rms_norm_eps",
-    "rope_parameters",
-    "sliding_window",
-    "layer_types",
-    "query_pre_attn_scalar",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-)
 # LoRA's initializations that do not change the base
 KEEPS_BASE = (True, False, "gaussian", "orthogonal", "eva")
 
@@ -361,13 +339,6 @@ def outside_decoder(policy: PreTrainedModel, architectures: list[str], model_imp
     layers = sampled_linears(policy).values()
     decoder = decoder_in_vllm(model, [layer.name for layer in layers if not layer.holds_experts])
     return [f"re:(?!{re.escape(decoder)})", *([GATES] if gates_of(policy) else [])]
-
-
-def differences(mine: PreTrainedConfig, theirs: PreTrainedConfig) -> str:
-    """Lists the fields in which two configs describe different models, as `name (theirs, not mine)`."""
-    mine, theirs = mine.get_text_config(), theirs.get_text_config()
-    values = {name: (getattr(mine, name, None), getattr(theirs, name, None)) for name in ARCHITECTURE}
-    return ", ".join(f"{name} ({theirs}, not {mine})" for name, (mine, theirs) in values.items() if mine != theirs)
 
 
 def _head_size(config: PreTrainedConfig) -> int:
