@@ -187,8 +187,8 @@ RULES = (
     Rule(
         ("train_precision",),
         when=lambda run: run.args.train_precision is not None and _read_past(run),
-        message="`train_precision`={args.train_precision!r}: where a {run.config.model_type} trains, mamba-ssm's kernel "
-        "reads the weight of {found} past its module, and would not quantize it. Leave it unset, and set "
+        message="`train_precision`={args.train_precision!r}: while a {run.config.model_type} trains, the kernel of "
+        "mamba-ssm reads the weight of {found} past its module, and would not quantize it. Leave it unset, and set "
         "`rollout_precision`.",
         needs="model",
     ),
