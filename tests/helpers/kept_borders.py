@@ -49,7 +49,7 @@ def _delta_rule(swallows):
 
 
 def _scan(swallows):
-    def scan(x, dt, A, B, C, seq_idx=None, **kwargs):  # noqa: N803 - transformers' names
+    def scan(x, dt, A, B, C, seq_idx=None, **kwargs):
         if seq_idx is None:
             return swallows(x, dt, A, B, C, **kwargs)
         parts = zip(*(tensor.split(_lengths(seq_idx), 1) for tensor in (x, dt, B, C)), strict=True)

@@ -7,7 +7,7 @@ from types import ModuleType
 
 
 def load_text_models() -> None:
-    """Imports vLLM's Qwen3.5, with empty modules in place of those of torchvision that its processor of images names."""
+    """Imports vLLM's Qwen3.5, with empty modules in place of those of torchvision that its processor names."""
     if find_spec("torchvision") is not None:
         return
     names = [

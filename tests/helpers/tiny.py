@@ -121,7 +121,8 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 def tiny_model(
     family: str = "qwen3", tied: bool = True, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides
 ) -> PreTrainedModel:
-    """A causal LM of `family` (a key of `FAMILIES`, `MIXTURES` or `HYBRIDS`), in eval mode; the global random state is unchanged.
+    """A causal LM of `family` (a key of `FAMILIES`, `MIXTURES` or `HYBRIDS`), in eval mode; the global random state is
+    unchanged.
 
     The weights are drawn in float32 and cast, so one seed gives the same model, rounded, in each dtype. `overrides`
     are settings of the family's config, such as `hidden_size=96` or `num_hidden_layers=1`.
