@@ -11,40 +11,12 @@ from accelerate.utils import is_peft_model
 from torch.nn import Module
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from ..models.architecture import ARCHITECTURE
 from ..models.families import number_of_experts
 from ..reading import reading
 from ..run_spec import RunSpec
 from ..storage.named import check_named
 from ..storage.source import skeleton
-
-
-# Fields of a config that determine what a model computes. All checkpoints of a model agree in them, quantized or not
-ARCHITECTURE = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "tie_word_embeddings",
-    "attention_bias",
-    "mlp_bias",
-    "hidden_act",
-    "rms_norm_eps",
-    "rope_parameters",
-    "sliding_window",
-    "layer_types",
-    "linear_conv_kernel_dim",
-    "linear_key_head_dim",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_value_head_dim",
-    "query_pre_attn_scalar",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-)
 
 
 def name_of(model) -> str:
@@ -78,13 +50,6 @@ def read_policy(model, args) -> PreTrainedConfig:
         if Path(model).is_dir() and not Path(model, "config.json").is_file():
             fault = "is a directory without a config.json"
         raise ValueError(f"`model`={model!r} {fault}: {error}") from error
-
-
-def differences(mine: PreTrainedConfig, theirs: PreTrainedConfig) -> str:
-    """Lists the fields in which two configs describe different models, as `name (theirs, not mine)`."""
-    mine, theirs = mine.get_text_config(), theirs.get_text_config()
-    values = {name: (getattr(mine, name, None), getattr(theirs, name, None)) for name in ARCHITECTURE}
-    return ", ".join(f"{name} ({theirs}, not {mine})" for name, (mine, theirs) in values.items() if mine != theirs)
 
 
 def read_teacher(teacher, args) -> PreTrainedConfig:

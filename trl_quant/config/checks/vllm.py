@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 from transformers import AutoConfig
 
+from ...models.architecture import differences
 from ...models.positions import LONGROPE, switching, why_vllm_differs
 from ...precisions import in_vllm
 from ...reading import reading
@@ -20,7 +21,7 @@ from ...rollout.vllm.support import (
     sampling_parameters,
 )
 from ...storage.quantization import check_prepared
-from ..given import Given, differences
+from ..given import Given
 from .rule import Rule, acts_only, check_rules, refusal
 from .sampler import given_options
 

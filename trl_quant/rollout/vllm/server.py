@@ -23,7 +23,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
-from ...models.families import families_with
+from ...models.architecture import differences
 from ...models.linears import dense_linears
 from ...models.positions import why_vllm_differs
 from ...noise import noised_norms
@@ -42,7 +42,6 @@ from .sampling import reduced
 from .separate import sampled_separately
 from .support import (
     check_version,
-    differences,
     outside_decoder,
     warn_of_two_copies,
 )
@@ -402,9 +401,7 @@ def _command_of_run(args, model: str) -> str:
     """Returns the command line that starts the server of a run, before its model is loaded."""
     config = _read_config(model, args.trust_remote_code)
     options = {"trust_remote_code": args.trust_remote_code, "wide_norms": args.noise_schedule is not None}
-    if config is not None and (
-        config.get_text_config() is not config or config.model_type in families_with("recurrent")
-    ):
+    if config is not None:
         policy = skeleton(config, args.trust_remote_code)
         options["outside"] = outside_decoder(policy, config.architectures or [], "auto")
     return serve_command(model, args.spec.sampled_in, server_url(args), **options)

@@ -15,12 +15,13 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.models.utils import extract_layer_index
 
 from ...models.families import EXPERT
-from ...models.linears import is_mixtures
+from ...models.linears import is_mixtures, keeps_type
 from ...models.names import place_in_layer
 from ..tensors import default_dtype
 from ..verify.kv_cache import CACHE_FORMATS, UNQUANTIZED, KVCache
 from .adapter import names_in_vllm, places
 from .experts import ExpertsCheck, repack_experts
+from .kernel_checks import CONVOLUTION
 from .repairs import plain_tensors, refresh_tied_head, restore_plain_tensors
 
 
@@ -122,7 +123,7 @@ def differing_weight(
 ) -> str | None:
     """
     Compares the policy's weights with vLLM's: those that both have under one name and in one shape (norms, embeddings,
-    the head), the biases of linear layers, and experts and routers.
+    the head), the biases of linear layers, the gates and convolutions of hybrids, and experts and routers.
 
     Args:
         model (`nn.Module`): vLLM's model.
@@ -135,6 +136,7 @@ def differing_weight(
     """
     params, modules = dict(model.named_parameters()), dict(model.named_modules())
     biases: dict[str, Tensor] = {}
+    kept: dict[str, Tensor] = {}
     different: list[str] = []
     dtype, experts = config.model_config.dtype, ExpertsCheck(model, config, format, **quantizers)
     for name, tensor in weights:  # reads all of them in any case, because gathering is collective
@@ -147,6 +149,8 @@ def differing_weight(
         if layer is None or isinstance(layer, LinearBase):
             if kind == "bias":
                 biases[module] = tensor
+            elif keeps_type(name) or name.endswith(f"{CONVOLUTION}.weight"):
+                kept[module] = tensor
             continue
         if isinstance(layer, VocabParallelEmbedding) and held is not None:  # padded, and split among ranks
             rows = layer.shard_indices
@@ -154,7 +158,7 @@ def differing_weight(
             held = held[: len(tensor)]
         if held is not None and held.shape == tensor.shape and not _are_same(held, tensor, dtype):
             different.append(name)
-    different += _differing_biases(model, biases)
+    different += _differing_biases(model, biases) + _differing_rows(model, kept, dtype)
     return different[0] if different else None
 
 
@@ -185,6 +189,23 @@ def _differing_biases(model: nn.Module, biases: dict[str, Tensor]) -> list[str]:
         # Compared in sorted order, since Marlin's layers reorder biases. A rank's part of a bias is not compared.
         if whole.shape == layer.bias.shape and not torch.equal(whole.sort()[0], layer.bias.sort()[0]):
             different.append(f"{names[0]}.bias")
+    return different
+
+
+def _differing_rows(model: nn.Module, weights: dict[str, Tensor], dtype: torch.dtype) -> list[str]:
+    """
+    Returns the names of the `weights`, of the policy's layers that keep their type, that differ from their rows in
+    vLLM's layers. Those that a CPU packs, that ranks divide or that have an adapter beside them are not compared.
+    """
+    different = []
+    for name, place in places(model, weights).items():
+        if place is None or place[0].tp_size > 1 or hasattr(place[0], "lora_a"):
+            continue
+        (layer, parts), tensor = place, weights[name]
+        sizes = layer.output_partition_sizes
+        rows = layer.weight[sum(sizes[: parts.start]) : sum(sizes[: parts.stop])]
+        if rows.shape == tensor.shape and not _are_same(rows, tensor, dtype):
+            different.append(f"{name}.weight")
     return different
 
 
