@@ -145,7 +145,6 @@ FAMILIES = {
     "ministral3": Family(norm="Ministral3RMSNorm", mlp="Ministral3MLP"),
     "olmo2": Family(mlp="Olmo2MLP"),
     "olmo3": Family(mlp="Olmo3MLP"),
-    "qwen3_5": Family(mlp="Qwen3_5MLP"),
     "qwen2_vl": Family(norm="Qwen2VLRMSNorm", mlp="Qwen2MLP"),
     "qwen2_5_vl": Family(norm="Qwen2_5_VLRMSNorm", mlp="Qwen2MLP"),
     "qwen3_vl": Family(norm="Qwen3VLTextRMSNorm", mlp="Qwen3VLTextMLP"),
