@@ -183,6 +183,21 @@ def save_tiny_vision(path: str | Path) -> str:
     return str(path)
 
 
+def save_published(path: str | Path) -> str:
+    """Saves Qwen3.5 as it is published, with a vision tower, and the tokenizer; returns `path` as a string."""
+    text = {"vocab_size": VOCAB_SIZE, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": 257, "pad_token_id": 256}
+    text |= HYBRIDS["qwen3_5_text"][1]
+    vision = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = transformers.Qwen3_5ForConditionalGeneration(config)
+    model.save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return str(path)
+
+
 # Tokens of Gemma 3 that stand for an image
 IMAGE_TOKENS = {"boi_token": "<|reserved_0|>", "eoi_token": "<|reserved_1|>", "image_token": "<|reserved_2|>"}
 VISION_TEMPLATE = CHAT_TEMPLATE.replace(

@@ -5,7 +5,7 @@ import torch
 from drawing import generated
 from embedded import PROMPTS, engine
 from peft import LoraConfig, get_peft_model
-from tiny import HYBRIDS, save_tiny, tiny_model
+from tiny import HYBRIDS, save_published, save_tiny, tiny_model
 from training import config, make, metrics
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
@@ -119,3 +119,20 @@ def test_grpo_trains_each_tensor(family, settings, least, most, tmp_path):
     entries, moved, start = run(tmp_path, family, **settings)
     assert len(entries) == 2 and all(least <= entry["mismatch/abs_logp_diff"] < most for entry in entries)
     assert {name for name in start if "expert" not in name} <= moved
+
+
+def test_the_published_qwen3_5_trains_on_text(tmp_path):
+    """TRL loads it with its tower, which stays as it is; the text's layers are sampled from in INT8."""
+    args = config(QuantGRPOConfig, tmp_path / "out", rollout_precision="int8", max_steps=1, max_completion_length=8)
+    trainer = make(QuantGRPOTrainer, args, model=save_published(tmp_path / "model"))
+    assert type(trainer.model).__name__ == "Qwen3_5ForConditionalGeneration"
+    start = {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
+    trainer.train()
+    (entry,) = [entry for entry in metrics(trainer) if "mismatch/abs_logp_diff" in entry]
+    assert 1e-4 < entry["mismatch/abs_logp_diff"] < 0.2
+    layers = {
+        name for name, layer in trainer.vllm_generation.engine.copy.named_modules() if isinstance(layer, EngineLinear)
+    }
+    assert len(layers) == 13 and all(name.startswith("model.language_model.layers.") for name in layers)
+    moved = {name for name, param in trainer.model.named_parameters() if not torch.equal(param, start[name])}
+    assert moved == {name for name in start if ".visual." not in name}
