@@ -43,10 +43,10 @@ SHAPES = {
     "qwen3_5_text": DELTA_NET | {"intermediate_size": 2816, "rope_parameters": ROPE},
     "qwen3_next": DELTA_NET | {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
     "falcon_h1": SIZES
-    | {"intermediate_size": 2816, "mamba_d_ssm": 1024, "mamba_n_heads": 16, "mamba_d_head": 64}
+    | {"intermediate_size": 2816, "mamba_d_ssm": 4096, "mamba_n_heads": 64, "mamba_d_head": 64}
     | {"mamba_d_state": 128, "mamba_chunk_size": 128},
 }
-LINEAR = LoraConfig(r=8, target_modules=r".*\.(in_proj\w*|q_proj|down_proj)")
+LINEAR = r".*\.(in_proj\w*|q_proj|down_proj)"
 
 
 def hybrid(path, family: str):
@@ -99,7 +99,7 @@ def test_live_equals_fresh(family, precision, tmp_path):
 def test_an_adapter_beside_its_base_and_noise(family, precision, tmp_path):
     if missing := supported_precisions()[precision]:
         pytest.skip(missing)
-    model = get_peft_model(hybrid(tmp_path / "model", family), LINEAR)
+    model = get_peft_model(hybrid(tmp_path / "model", family), LoraConfig(r=8, target_modules=LINEAR))
     sampler, seen = engine(model, precision, lora_sync="adapter", wide_norms=True), []
     for seed in range(2):
         update(model, seed=seed)
