@@ -23,8 +23,8 @@ from transformers import (
 )
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant.models.architecture import differences
 from trl_quant.report.runs import read_run
-from trl_quant.rollout.vllm.support import differences
 from trl_quant.runs import checkpoints
 from trl_quant.storage import run_checkpoints
 from trl_quant.storage.layout import quantization_config

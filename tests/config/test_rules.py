@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 from peft import LoraConfig, PromptTuningConfig
 from places import ROOT
-from tiny import save_tiny, tiny_model, tiny_tokenizer
-from transformers import AutoConfig, DeepseekV3Config, T5Config
+from tiny import save_published, save_tiny, tiny_model, tiny_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, T5Config
 
 from trl_quant import DiffusionGRPOConfig, QuantDistillationConfig, QuantGRPOConfig, QuantPPOConfig, QuantRLOOConfig
 from trl_quant.config.checks import RULES, check_what
@@ -90,6 +90,11 @@ def changed(directory):
     model = tiny_model()
     model.config.name_or_path, model.config.rms_norm_eps = saved(directory), 0.25
     return model
+
+
+def without_tower(directory):
+    """A policy of text alone, from a checkpoint with a vision tower."""
+    return AutoModelForCausalLM.from_pretrained(save_published(directory / "published"))
 
 
 def lost(directory):
@@ -297,6 +302,7 @@ CASES = {
         Case("where vLLM finds no config", fields=VLLM, model=lost),
         Case("which cannot be read", fields={**VLLM, "vllm_engine_kwargs": {"model": "/gone"}}, model=tiny()),
         Case("on which vLLM starts, in rms_norm_eps", fields=VLLM, model=changed),
+        Case("would start a Qwen3_5ForConditionalGeneration from", fields=VLLM, model=without_tower),
         Case("another model than the policy", fields=VLLM, model=names_another),
         Case("does not know the architecture ['Odd']", fields=VLLM, model=lambda directory: of_class(directory, "Odd")),
         Case("a checkpoint quantized to 'fp8'", fields=VLLM, model=lambda directory: quantized(directory, "fp8")),
@@ -423,6 +429,7 @@ CASES = {
             fields={"train_precision": "int4"},
             model=lambda directory: tiny_model(intermediate_size=200),
         ),
+        Case("reads the weight of mamba.out_proj", fields={"train_precision": "int8"}, model=tiny("falcon_h1")),
         Case("torch multiplies in one call in 'fp8'", fields={"train_precision": "int8"}, model=tiny("mixtral")),
         Case(
             "which is not read from a checkpoint that `trl-quant prepare` wrote",

@@ -10,7 +10,11 @@ from trl_quant.policy.exact.attention import Kernels
 from trl_quant.policy.exact.head import log_softmax
 
 
-EXACT_FAMILIES = [name for name in families_with("feeds") if not (FAMILIES[name].offset or FAMILIES[name].mixture)]
+EXACT_FAMILIES = [
+    name
+    for name in families_with("feeds")
+    if not (FAMILIES[name].offset or FAMILIES[name].mixture or FAMILIES[name].recurrent)
+]
 TEMPERATURE = 0.7
 
 

@@ -61,6 +61,31 @@ MIXTURES = {
     ),
 }
 
+# As `FAMILIES`, for hybrids, whose first layer has no attention and whose second one has. Qwen3-Next's is a mixture too
+DELTA_NET = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "head_dim": 32,
+}
+HYBRIDS = {
+    "qwen3_5_text": (
+        transformers.Qwen3_5TextConfig,
+        DELTA_NET | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
+    ),
+    "qwen3_next": (
+        transformers.Qwen3NextConfig,
+        DELTA_NET | {"num_experts": 4, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, **ROUTED},
+    ),
+    "falcon_h1": (
+        transformers.FalconH1Config,
+        {"head_dim": 32, "mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 32}
+        | {"mamba_chunk_size": 16},
+    ),
+}
+
 
 def norms_of(family: str) -> tuple[str, str]:
     """The norms of a decoder layer that feed linear layers: the one before attention, the one before the MLP."""
@@ -96,12 +121,13 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 def tiny_model(
     family: str = "qwen3", tied: bool = True, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides
 ) -> PreTrainedModel:
-    """A causal LM of `family` (a key of `FAMILIES` or `MIXTURES`), in eval mode; the global random state is unchanged.
+    """A causal LM of `family` (a key of `FAMILIES`, `MIXTURES` or `HYBRIDS`), in eval mode; the global random state is
+    unchanged.
 
     The weights are drawn in float32 and cast, so one seed gives the same model, rounded, in each dtype. `overrides`
     are settings of the family's config, such as `hidden_size=96` or `num_hidden_layers=1`.
     """
-    known = FAMILIES | MIXTURES
+    known = FAMILIES | MIXTURES | HYBRIDS
     if family not in known:
         raise ValueError(f"family {family!r} is unknown; allowed are {sorted(known)}")
     config_class, specific = known[family]
@@ -154,6 +180,21 @@ def save_tiny_vision(path: str | Path) -> str:
         torch.manual_seed(0)
         model = transformers.Blip2ForConditionalGeneration(config)
     model.to(torch.bfloat16).save_pretrained(path)
+    return str(path)
+
+
+def save_published(path: str | Path) -> str:
+    """Saves Qwen3.5 as it is published, with a vision tower, and the tokenizer; returns `path` as a string."""
+    text = {"vocab_size": VOCAB_SIZE, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": 257, "pad_token_id": 256}
+    text |= HYBRIDS["qwen3_5_text"][1]
+    vision = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = transformers.Qwen3_5ForConditionalGeneration(config)
+    model.save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
     return str(path)
 
 

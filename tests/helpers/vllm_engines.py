@@ -19,8 +19,9 @@ if not GPU:
 
 from accelerate import Accelerator
 from frozen_layers import layers
+from no_torchvision import load_text_models
 from peft import get_peft_model
-from tiny import MIXTURES, save_tiny, tiny_tokenizer
+from tiny import HYBRIDS, MIXTURES, save_tiny, tiny_tokenizer
 from training import lora, metrics, parameters
 from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
@@ -28,7 +29,7 @@ from vllm.distributed import parallel_state
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 
-from trl_quant.models.families import HEAD, ROUTERS
+from trl_quant.models.families import GATES, HEAD, ROUTERS
 from trl_quant.precisions import PRECISIONS
 from trl_quant.rollout import VLLMEngine
 from trl_quant.rollout.verify.self_check import Reference, check_sequences, mean_difference
@@ -101,8 +102,10 @@ def allow_experts() -> None:
 
 def policy(path, with_lora: bool = False, dtype: torch.dtype = torch.bfloat16, **kwargs):
     """A tiny policy loaded from a checkpoint at `path`."""
-    if kwargs.get("family") in MIXTURES:
+    if kwargs.get("family") in (*MIXTURES, "qwen3_next"):
         allow_experts()
+    if kwargs.get("family") in HYBRIDS:
+        load_text_models()
     model = AutoModelForCausalLM.from_pretrained(save_tiny(path, dtype=torch.bfloat16, **kwargs), dtype=dtype)
     if not with_lora:
         return model
@@ -158,7 +161,7 @@ def fresh(model, precision: str, path, prepared: bool = False, device: str = "cp
         model.save_pretrained(path)
         tiny_tokenizer().save_pretrained(path)
         if quantized != path and not quantized.exists():
-            quantize_checkpoint(path, quantized, precision, [*HEAD, ROUTERS], device=device)
+            quantize_checkpoint(path, quantized, precision, [*HEAD, ROUTERS, GATES], device=device)
     if ranks:
         torch.distributed.barrier()
     settings = {

@@ -57,7 +57,7 @@ FOREIGN = {
     "peft": {"lora_dropout", "modules_to_save", "target_modules", "target_parameters", "lora_bias", "use_dora"}
     | {"init_lora_weights", "merge_and_unload"},
     "transformers": {"do_sample", "is_causal", "max_position_embeddings", "attention_factor", "generation_config"}
-    | {"grad_norm", "model_type", "quantization_config"},
+    | {"grad_norm", "model_type", "quantization_config", "in_proj_a", "in_proj_b", "in_proj_ba", "out_proj"},
     "trl_quant": {"trl_quant", "shifted_logits", "eval_dataset_name"},
 }
 
@@ -193,7 +193,7 @@ def config_fields() -> set[str]:
 
 
 def dense_families() -> set[str]:
-    return {*families_with("feeds")} - {*families_with("mixture")}
+    return {*families_with("feeds")} - {*families_with("mixture")} - {*families_with("recurrent")}
 
 
 def known_names() -> set[str]:
@@ -319,6 +319,11 @@ def test_models_that_are_named():
 def test_mixtures_that_are_named():
     table = TEXTS["docs/mixtures.md"].partition("| `model_type` |")[2].partition("\n\n")[0]
     assert set(re.findall(r"`(\w+)`", table)) == {*families_with("mixture")}
+
+
+def test_hybrids_that_are_named():
+    table = TEXTS["docs/limits.md"].partition("| hybrid |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == {*families_with("recurrent")}
 
 
 # Commands

@@ -145,7 +145,7 @@ WITHIN = {
 def packed_from_padded(tmp_path, monkeypatch, precision: str, shares: bool, adapted: bool, seed: int = 3) -> float:
     """How far the gradients of packed rows are from those of padded ones, in a `train_precision`."""
     if not shares:
-        monkeypatch.setattr(packing, "SHARING", ())
+        monkeypatch.setattr(packing, "shares_prompts", lambda model: False)
     with sdpa_kernel(SDPBackend.MATH):  # flash attention on a CPU with AVX2 alone moves codes of FP8 too
         return worst(both(tmp_path, train_precision=precision, peft_config=lora() if adapted else None, seed=seed))
 

@@ -11,9 +11,9 @@ from accelerate.utils import is_peft_model
 from torch.nn import Module
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from ..models.architecture import ARCHITECTURE
 from ..models.families import number_of_experts
 from ..reading import reading
-from ..rollout.vllm.support import ARCHITECTURE
 from ..run_spec import RunSpec
 from ..storage.named import check_named
 from ..storage.source import skeleton

@@ -17,6 +17,11 @@ the exact kernels need a family whose feeding norms are known:
 Gemma also normalizes the outputs of attention and MLP (sandwich norms). Those norms feed the residual stream, so
 Gemma's `post_attention_layernorm` must not be touched; its `pre_feedforward_layernorm` feeds the MLP.
 
+Hybrids carry a state from token to token, in some of their layers or in a part of each: Qwen3.5 and Qwen3-Next by the
+gated delta rule, Falcon-H1 by a state-space model. One norm feeds all that reads a layer's input: q, k and v, or the
+projections of linear attention, its gates among them. The norm inside of linear attention is weighed by one of these
+projections, so it feeds none. A packed row needs kernels that take the borders of its sequences ([`~policy.hybrids`]).
+
 A model's config, not its family, says where its positions depend on the batch ([`~models.positions`]). Linear layers
 are found in any decoder, with the names that the families in the table use.
 """
@@ -41,6 +46,8 @@ class Family(NamedTuple):
             Layers of one parent module that engines compute as one matrix, by the last part of their names, in the
             order of that matrix.
         packs (`bool`): Whether its attention is known to compute packed rows.
+        recurrent (`bool`):
+            Whether it is a hybrid: a state passes from token to token, in some layers or in a part of each.
         both_ways (`bool`): Whether its attention is known to follow `is_causal=False` in a config.
         mixture (`bool`):
             Whether it is a mixture of experts that the embedded engine samples from: gated MLPs without biases, in
@@ -48,6 +55,9 @@ class Family(NamedTuple):
         scores (`str` or `None`):
             torch's function of a router's logits from which experts get their weights ([`~models.routers`]); `None` for
             a dense family.
+        read (`tuple[str, ...]`):
+            Linear layers of whose modules a kernel that trains reads nothing but the weight, by their paths in a
+            decoder layer: what replaces or wraps such a module would not act.
         norm (`str` or `None`): transformers' class of its RMSNorm; `None` if it computes another function than Llama's.
         mlp (`str` or `None`): transformers' class of its MLP; `None` if it computes another function than Llama's.
     """
@@ -56,9 +66,11 @@ class Family(NamedTuple):
     offset: bool = False
     fused: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
     packs: bool = False
+    recurrent: bool = False
     both_ways: bool = False
     mixture: bool = False
     scores: str | None = None
+    read: tuple[str, ...] = ()
     norm: str | None = None
     mlp: str | None = None
 
@@ -83,6 +95,9 @@ _MIXTURE = {
     "scores": "softmax",
     "packs": True,
 }
+_LINEAR = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_proj_a", "linear_attn.in_proj_b")
+_LINEAR_JOINED = ("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")
+_DELTA = {"offset": True, "packs": True, "recurrent": True}
 
 # model_type of a transformers config -> its family. Classes are those of `transformers.models.X.modeling_X`.
 FAMILIES = {
@@ -99,6 +114,24 @@ FAMILIES = {
     "qwen3_moe": Family(**_MIXTURE),
     "mixtral": Family(fused=(*Family().fused, ("w1", "w3")), **_MIXTURE),  # its experts' gate and up on disk
     "glm4_moe": Family(**_MIXTURE | {"scores": "sigmoid"}),
+    # Hybrids
+    "qwen3_5_text": Family(
+        feeds={"input_layernorm": (*_QKV, *_LINEAR), "post_attention_layernorm": _GATE_UP},
+        fused=(*Family().fused, ("in_proj_qkv", "in_proj_z")),
+        **_DELTA,
+    ),
+    "qwen3_next": Family(
+        **_MIXTURE | {"feeds": {**_MIXTURE["feeds"], "input_layernorm": (*_QKV, *_LINEAR_JOINED)}} | _DELTA,
+    ),
+    "falcon_h1": Family(
+        feeds={
+            "input_layernorm": (*_QKV, "mamba.in_proj"),
+            "pre_ff_layernorm": ("feed_forward.gate_proj", "feed_forward.up_proj"),
+        },
+        packs=True,
+        recurrent=True,
+        read=("mamba.out_proj",),  # by mamba-ssm
+    ),
     # Known by their classes alone
     "arcee": Family(norm="ArceeRMSNorm"),
     "cwm": Family(norm="CwmRMSNorm", mlp="CwmMLP"),
@@ -125,6 +158,10 @@ FUSED = tuple(dict.fromkeys(group for family in FAMILIES.values() for group in f
 # Names that transformers' families share: of tensors, and of the config's field that counts a router's experts
 ROUTER = re.compile(r"(.*\.)?(gate|shared_expert_gate|\w*router(\.\w+)?)\.weight")
 ROUTERS = "re:" + ROUTER.pattern.removesuffix(r"\.weight") + "$"  # as a pattern of modules, among layers to ignore
+# The gates of linear attention: how fast each head forgets, and how much it writes. Published checkpoints in FP8 keep
+# their type, and a matrix with a row for each head is smaller than a block of scales.
+GATE = re.compile(r"(.*\.)?linear_attn\.in_proj_(a|b|ba)\.weight")
+GATES = "re:" + GATE.pattern.removesuffix(r"\.weight") + "$"
 EXPERT = re.compile(r"(.*\.)?experts(\.\w+)+")
 # Tensors that hold all experts of a layer -> how many matrices of an expert each joins, one below the other
 EXPERT_PARTS = {"gate_up_proj": 2, "down_proj": 1}

@@ -1,7 +1,8 @@
 """Maps a model to its quantizable linear layers. Nothing outside of `models/` decides which layers are quantized.
 
-Engines quantize the linear layers of the decoder. The head, the embeddings, a vision tower and the routers of a mixture
-of experts keep their type: a quantized router would send tokens to other experts.
+Engines quantize the linear layers of the decoder. The head, the embeddings, a vision tower, the routers of a mixture of
+experts and the gates of linear attention keep their type: a quantized router would send tokens to other experts.
+Convolutions are no linear layers, and keep it too.
 
 | question | answer | asked by |
 |---|---|---|
@@ -21,7 +22,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from .families import EMBEDDING, EXPERT, EXPERT_PARTS, FAMILIES, FUSED, HEAD, ROUTER, Family, families_with
+from .families import EMBEDDING, EXPERT, EXPERT_PARTS, FAMILIES, FUSED, GATE, HEAD, ROUTER, Family, families_with
 from .names import clean_name, place_in_layer
 
 
@@ -71,7 +72,7 @@ def linears(model: nn.Module) -> dict[str, LinearLayer]:
         if module not in decoder or _is_adapters(place):
             continue
         if isinstance(module, nn.Linear):
-            if not ROUTER.fullmatch(clean_name(f"{place}.weight")):
+            if not keeps_type(clean_name(f"{place}.weight")):
                 shapes[place] = (module.out_features, module.in_features)
             continue
         for leaf, tensor in module.named_parameters(recurse=False):
@@ -116,8 +117,8 @@ def places_of_modules(layers: dict[str, LinearLayer]) -> list[str]:
 
 
 def unquantized_linears(model: nn.Module, head: bool = True) -> list[str]:
-    """Returns the names of the linear layers of a model that keep their type: routers, those of a vision tower, and
-    the head.
+    """Returns the names of the linear layers of a model that keep their type: routers, gates of linear attention, those
+    of a vision tower, and the head.
 
     Args:
         model (`nn.Module`): A model of transformers.
@@ -131,6 +132,11 @@ def unquantized_linears(model: nn.Module, head: bool = True) -> list[str]:
             continue
         names.append(clean_name(place))
     return list(dict.fromkeys(names))
+
+
+def gates_of(model: nn.Module) -> list[str]:
+    """Returns the names of the linear layers of a model that are gates of linear attention."""
+    return [name for name in unquantized_linears(model) if GATE.fullmatch(f"{name}.weight")]
 
 
 def _head_modules(model: nn.Module) -> list[nn.Module]:
@@ -159,7 +165,7 @@ def _feeding_norm(family: Family | None, name: str) -> str | None:
 def is_quantizable(name: str, tensor: Tensor, ignore: Iterable[str] = HEAD) -> bool:
     """
     Whether the tensor `name` is the weight of a linear layer to quantize: a floating-point matrix called `*.weight`
-    that is neither an embedding nor a router and whose module is not in `ignore`.
+    that is neither an embedding nor one that [`keeps_type`], and whose module is not in `ignore`.
 
     Args:
         name (`str`): The tensor's name.
@@ -171,7 +177,7 @@ def is_quantizable(name: str, tensor: Tensor, ignore: Iterable[str] = HEAD) -> b
     module, _, kind = name.rpartition(".")
     if kind != "weight" or tensor.ndim != 2 or not tensor.is_floating_point():
         return False
-    if EMBEDDING.fullmatch(name) or ROUTER.fullmatch(name):
+    if EMBEDDING.fullmatch(name) or keeps_type(name):
         return False
     for ignored in ignore:
         if ignored.startswith("re:"):
@@ -181,6 +187,14 @@ def is_quantizable(name: str, tensor: Tensor, ignore: Iterable[str] = HEAD) -> b
         if is_ignored:
             return False
     return True
+
+
+def keeps_type(name: str) -> bool:
+    """
+    Whether the tensor `name` is the weight of a linear layer in the decoder that is never quantized: of a router, or of
+    a gate of linear attention, by the policy's name or by that of vLLM's layer.
+    """
+    return ROUTER.fullmatch(name) is not None or GATE.fullmatch(name) is not None
 
 
 def holds_experts(name: str, tensor: Tensor) -> bool:

@@ -18,7 +18,7 @@ def feeding_norms(model_type: str, names: Iterable[str]) -> dict[str, tuple[str,
     Returns:
         `dict[str, tuple[str, ...]]`: name of each norm's weight, as given -> clean names of the linear layers that it
         feeds, and of the tensor that holds a layer's experts; two norms per decoder layer, in layer order. In a mixture
-        of experts, those that are not among `names` are left out, since its layers differ.
+        of experts and in a hybrid, those that are not among `names` are left out, since their layers differ.
 
     Raises:
         `ValueError`: The family is unknown, or a decoder layer among `names` lacks a norm or has it twice.
@@ -44,7 +44,7 @@ def feeding_norms(model_type: str, names: Iterable[str]) -> dict[str, tuple[str,
         )
     (stack,) = stacks
     present = {clean_name(name).removesuffix(".weight") for name in names}
-    result = {}
+    result, differs = {}, family.mixture or family.recurrent
     for index in sorted(layers[stack]):
         for norm, linears in family.feeds.items():
             matches = found.get((stack, index, norm), [])
@@ -53,5 +53,5 @@ def feeding_norms(model_type: str, names: Iterable[str]) -> dict[str, tuple[str,
                     f"{stack}.{index} must have exactly one {norm}.weight in a {model_type} model, found {matches}."
                 )
             fed = (f"{stack}.{index}.{linear}" for linear in linears)
-            result[matches[0]] = tuple(x for x in fed if clean_name(x) in present or not family.mixture)
+            result[matches[0]] = tuple(x for x in fed if clean_name(x) in present or not differs)
     return result

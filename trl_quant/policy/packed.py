@@ -7,6 +7,9 @@ attention. transformers' SDPA does not read it, so [`attend`] replaces SDPA. Wit
 so generation and padded rows compute as before. [`attend`] stays set after the forward pass, because gradient
 checkpointing computes the layers again in the backward pass and must use the same function.
 
+In a hybrid, linear attention depends on more than one token too. It has no keys that sequences could share, and its
+kernels read the borders of sequences from transformers' keywords, if they read them at all ([`~policy.hybrids`]).
+
 transformers' flash attention reads the borders of sequences from its own keywords. A model that uses it keeps it, but
 then computes a shared prompt once for each sequence.
 """
@@ -25,6 +28,7 @@ from ..layers.packed import PACKED, Packed, flash_attention
 from ..layers.products import TOKENS
 from ..trl_seams import balanced_by
 from .exact.model import ENGINES_ATTENTION
+from .hybrids import borders, is_hybrid, runs_across_borders
 from .routing import ROUTED, Routed
 
 
@@ -60,16 +64,27 @@ def accept_packed_rows(model: PreTrainedModel, whose: str = "policy") -> None:
     the model `whose`.
 
     Raises:
-        ValueError: The model's attention does not read the borders of sequences, or has dropout.
+        ValueError: The model's attention, or what a hybrid has in its place, does not read the borders of sequences, or
+            its attention has dropout.
     """
     dropout = max((getattr(module, "attention_dropout", 0.0) for module in model.modules()), default=0.0)
     if dropout:
         raise ValueError(f"the {whose}'s attention has dropout (`attention_dropout`={dropout})")
+    if is_hybrid(model) and runs_across_borders(model):
+        raise ValueError(
+            f"the {whose}'s recurrent layers would carry their state from one sequence of a row into the next: the "
+            "kernels that run here take no borders. Those of flash-linear-attention and causal-conv1d do, on a GPU"
+        )
     if attention_of(model) == "sdpa":
         model.set_attn_implementation(ATTENTION)
     elif attention_of(model) not in (*SHARING, *FLASH):
         known = ", ".join(repr(name) for name in ("sdpa", *FLASH))
         raise ValueError(f"`attn_implementation`={attention_of(model)!r} is not among {known}")
+
+
+def shares_prompts(model: PreTrainedModel) -> bool:
+    """Whether a packed row of a model can have a prompt of several sequences once."""
+    return attention_of(model) in SHARING and not is_hybrid(model)
 
 
 def row_of(packed: Packed, ids: Tensor, shares: bool, routed: Routed | None = None) -> dict:
@@ -87,7 +102,7 @@ def row_of(packed: Packed, ids: Tensor, shares: bool, routed: Routed | None = No
     if routed is not None:
         row[ROUTED] = routed.packed(packed.rows, packed.filled)
     if not shares:
-        row |= {"cu_seq_lens_q": packed.starts, "cu_seq_lens_k": packed.starts}
+        row |= borders(packed.starts)
         row |= {"max_length_q": packed.longest, "max_length_k": packed.longest}
     return row
 
@@ -148,7 +163,7 @@ class PackedRows:
     Parameters:
         model (`nn.Module`): The policy or the reference model, wrapped for several ranks or not, with TRL's fused head.
         prompt (`int`): Columns of the prompts, padded on the left.
-        shares (`bool`): Whether a prompt of several rows is computed once. The model's attention must be in `SHARING`.
+        shares (`bool`): Whether a prompt of several rows is computed once. See [`shares_prompts`].
     """
 
     def __init__(self, model: nn.Module, prompt: int, shares: bool):

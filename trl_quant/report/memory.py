@@ -159,6 +159,8 @@ class Shape:
         per_token = getattr(text, "num_experts_per_tok", 0) if held else 0
         asleep = sum(math.prod(layer.shape[1:]) * (layer.shape[0] - per_token) for layer in held)
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        kinds = getattr(text, "layer_types", None) or []
+        attending = text.num_hidden_layers - kinds.count("linear_attention")  # the others keep a state of one size
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         return cls(
             linear=linear,
@@ -169,7 +171,7 @@ class Shape:
             hidden=text.hidden_size,
             wide=_width(layers, per_token),
             layers=text.num_hidden_layers,
-            token=2 * text.num_hidden_layers * heads * size,
+            token=2 * attending * heads * size,
             experts=experts,
             per_token=per_token,
             active=parameters - asleep,

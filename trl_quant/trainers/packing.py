@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from ..config.packed import why_not_packed
-from ..policy.packed import SHARING, PackedRows, accept_packed_rows, attention_of
+from ..policy.packed import PackedRows, accept_packed_rows, shares_prompts
 from ..trl_seams import shuffled_by
 
 
@@ -53,7 +53,7 @@ def packed_rows(trainer) -> Callable[..., PackedRows] | None:
     named = {name: model.get_base_model() if is_peft_model(model) else model for name, model in named.items()}
     if not accepted(trainer, named):
         return None
-    return partial(PackedRows, shares=all(attention_of(model) in SHARING for model in named.values()))
+    return partial(PackedRows, shares=all(map(shares_prompts, named.values())))
 
 
 def accepted(trainer, named: dict[str, Module]) -> bool:

@@ -199,9 +199,11 @@ class Block(nn.Module):
     def __init__(self, fused_in_policy: bool):
         super().__init__()
         options = {"bias": False, "params_dtype": torch.float32}
-        qkv = QKVParallelLinear(WIDTH, HEAD, HEADS, KV_HEADS, prefix="attn.qkv_proj", **options)
-        gate_up = MergedColumnParallelLinear(WIDTH, [INNER, INNER], prefix="mlp.gate_up_proj", **options)
-        self.layers = nn.ModuleList([qkv, gate_up, RowParallelLinear(INNER, WIDTH, prefix="mlp.down_proj", **options)])
+        self.attn, self.mlp = nn.Module(), nn.Module()
+        self.attn.qkv_proj = QKVParallelLinear(WIDTH, HEAD, HEADS, KV_HEADS, **options)
+        self.mlp.gate_up_proj = MergedColumnParallelLinear(WIDTH, [INNER, INNER], **options)
+        self.mlp.down_proj = RowParallelLinear(INNER, WIDTH, **options)
+        self.layers = (self.attn.qkv_proj, self.mlp.gate_up_proj, self.mlp.down_proj)
         parts = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
         self.packed_modules_mapping = {name: [name] for name in parts} if fused_in_policy else parts
         for layer in self.layers:

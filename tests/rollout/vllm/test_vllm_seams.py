@@ -48,7 +48,7 @@ NAMES = {
         load_format logprobs_mode lora_target_modules max_lora_rank max_model_len max_num_seqs model model_impl
         model_loader_extra_config quantization quantization_config seed skip_tokenizer_init speculative_config
         tensor_parallel_size trust_remote_code worker_cls""",
-    "vllm:ModelRegistry": "get_supported_archs",
+    "vllm:ModelRegistry": "models",
     "vllm:SamplingParams": """__struct_fields__ detokenize ignore_eos logprobs max_tokens min_tokens prompt_logprobs
         seed skip_reading_prefix_cache temperature""",
     "vllm.sampling_params": "RepetitionDetectionParams StructuredOutputsParams",
@@ -123,6 +123,7 @@ NAMES = {
     "vllm.model_executor.layers.fused_moe.oracle.fp8": "Fp8MoeBackend",
     "vllm.model_executor.layers.fused_moe.oracle.int8": "Int8MoeBackend",
     "vllm.model_executor.layers.fused_moe.runner.moe_runner": "MoERunner",
+    f"{COMPRESSED}.utils": "should_ignore_layer",
     f"{COMPRESSED}.schemes": "compressed_tensors_w4a4_mxfp4",
     f"{COMPRESSED}.schemes.compressed_tensors_w4a4_mxfp4": "init_mxfp4_linear_kernel",
     UTILS: "marlin_utils_fp4",

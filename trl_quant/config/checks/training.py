@@ -1,7 +1,7 @@
 """Rules of what is trained: its precision, its sharding, its reference model, and the scale of UAQ."""
 
 from ...formats import FORMATS
-from ...models.families import families_with, family_of
+from ...models.families import FAMILIES, families_with, family_of
 from ...models.linears import linears
 from ...precisions import PRECISIONS, experts_flows, frozen_bases, qat_precisions, unified_flows
 from ...storage.layout import check_groups, misread_experts
@@ -51,6 +51,12 @@ def _uneven_groups(run: Given) -> str | None:
         if fault is not None:
             return fault
     return None
+
+
+def _read_past(run: Given) -> str:
+    """Lists the policy's linear layers of whose modules a kernel reads the weight alone."""
+    family = FAMILIES.get(run.config.get_text_config().model_type)
+    return ", ".join(family.read) if family is not None else ""
 
 
 def _is_quantized(run: Given) -> bool:
@@ -176,6 +182,14 @@ RULES = (
         when=lambda run: _trains(run, "qat") and _uneven_groups(run),
         message="`train_precision`={args.train_precision!r} trains for a checkpoint in 4 bits. {found} Set another "
         "`train_precision`, or leave it unset.",
+        needs="model",
+    ),
+    Rule(
+        ("train_precision",),
+        when=lambda run: run.args.train_precision is not None and _read_past(run),
+        message="`train_precision`={args.train_precision!r}: while a {run.config.model_type} trains, the kernel of "
+        "mamba-ssm reads the weight of {found} past its module, and would not quantize it. Leave it unset, and set "
+        "`rollout_precision`.",
         needs="model",
     ),
     Rule(

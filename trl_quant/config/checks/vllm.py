@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 from transformers import AutoConfig
 
+from ...models.architecture import differences
 from ...models.positions import LONGROPE, switching, why_vllm_differs
 from ...precisions import in_vllm
 from ...reading import reading
@@ -15,7 +16,6 @@ from ...rollout.vllm.support import (
     check_architecture,
     check_experts_here,
     check_head_size,
-    differences,
     engine_arguments,
     refused_by_vllm,
     sampling_parameters,
@@ -121,6 +121,15 @@ def _read_start(run: Given):
     revision = getattr(run.config, "_commit_hash", None) if named is None else None
     with reading(start):
         return AutoConfig.from_pretrained(start, revision=revision, trust_remote_code=run.args.trust_remote_code)
+
+
+def _reads_more(run: Given) -> tuple[str, str] | None:
+    """Returns the classes of a policy of text alone and of the model with images that vLLM would start."""
+    start, policy = _read_start(run), run.model_class
+    kinds = start.architectures or []
+    if start.get_text_config() is start or policy is None or not kinds or policy.__name__ in kinds:
+        return None
+    return policy.__name__, kinds[0]
 
 
 def _samples_experts(run: Given) -> bool:
@@ -309,6 +318,13 @@ RULES = (
         ("vllm_engine_kwargs",),
         when=lambda run: _starts_on_policy(run) and differences(run.config, _read_start(run)),
         message="The policy differs from {run.config.name_or_path!r}, on which vLLM starts, in {found}. " + SAVE + ".",
+        needs="start",
+    ),
+    Rule(
+        ("vllm_engine_kwargs",),
+        when=lambda run: _starts_on_policy(run) and _reads_more(run),
+        message="The policy is a {found[0]}, and vLLM would start a {found[1]} from {run.config.name_or_path!r}, whose "
+        "weights have other names. " + SAVE + ".",
         needs="start",
     ),
     Rule(

@@ -32,6 +32,7 @@ from ...layers import EngineExperts, EngineLinear, SampledExperts, SampledLinear
 from ...models.linears import sampled_linears
 from ...models.routers import routers
 from ...noise import noised_norms
+from ...policy.hybrids import convolutions
 from ...policy.positions import fix_positions, fixed_context, keep_cache
 from ...policy.routing import choices_recorded
 from ...policy.unified import fuse, is_silu
@@ -217,7 +218,8 @@ class TransformersEngine(RolloutEngine):
         model.requires_grad_(False).eval()
 
         layers = sampled_linears(model)
-        known = {id(model.get_parameter(place)) for place, layer in layers.items() if layer.holds_experts}
+        experts = {id(model.get_parameter(place)) for place, layer in layers.items() if layer.holds_experts}
+        known = experts | {id(param) for param in convolutions(model)}
         if any(param.dim() > 2 and id(param) not in known for param in model.get_decoder().parameters()):
             raise ValueError(
                 f"{type(policy).__name__} has convolution weights, which the embedded engine cannot run in "
@@ -244,7 +246,7 @@ class TransformersEngine(RolloutEngine):
             else:
                 sampling = EngineLinear(getattr(module, leaf), self.precision, dtype)
             setattr(module, leaf, sampling)
-        if known:
+        if experts:
             model.set_experts_implementation("eager")  # transformers' loop over experts; see `EngineExperts`
         if self.multiplies_codes:
             fuse(model, layers)

@@ -34,6 +34,10 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.utils import get_packed_modules_mapping
 
 
+# A layer of the policy that is several parts of vLLM's layer, where the layers fused with it are one each -> how many
+PARTS = {"in_proj_qkv": 3}
+
+
 @dataclass(frozen=True)
 class Slot:
     """
@@ -51,8 +55,8 @@ class Slot:
 
 
 def linear_layers(model: nn.Module) -> dict[str, LinearBase]:
-    """Returns vLLM's linear layers by name."""
-    return {module.prefix: module for module in model.modules() if isinstance(module, LinearBase)}
+    """Returns vLLM's linear layers by name. Their own `prefix` is another one in a few models, such as Falcon-H1."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LinearBase)}
 
 
 def slots(model: nn.Module, ranks: dict[str, int]) -> dict[str, Slot]:
@@ -125,7 +129,7 @@ def decoder_in_vllm(model: nn.Module | type | None, layers: Iterable[str]) -> st
 def _place(name: str, layers: dict[str, LinearBase], fused: dict[str, list[str]]) -> tuple[LinearBase, range] | None:
     """
     Returns vLLM's layer for its name of a policy's layer, before fusion, and the indices of the layer's outputs: one
-    index, or all (Phi-3's q, k and v are one layer in the policy too).
+    index, several ([`PARTS`]), or all (Phi-3's q, k and v are one layer in the policy too).
     """
     if name.endswith(".kv_b_proj"):  # latent attention reads its weights and never calls it
         return None
@@ -133,9 +137,10 @@ def _place(name: str, layers: dict[str, LinearBase], fused: dict[str, list[str]]
         return layers[name], range(len(layers[name].output_partition_sizes))
     parent, _, leaf = name.rpartition(".")
     for whole, leaves in fused.items():
-        layer = layers.get(f"{parent}.{whole}")
-        if layer is not None and leaf in leaves and len(leaves) == len(layer.output_partition_sizes):
-            return layer, range(leaves.index(leaf), leaves.index(leaf) + 1)
+        layer, parts = layers.get(f"{parent}.{whole}"), [PARTS.get(other, 1) for other in leaves]
+        if layer is not None and leaf in leaves and sum(parts) == len(layer.output_partition_sizes):
+            first = sum(parts[: leaves.index(leaf)])
+            return layer, range(first, first + PARTS.get(leaf, 1))
     return None
 
 
@@ -250,7 +255,7 @@ def _write(slot: Slot, a: Tensor, b: Tensor) -> None:
     """Writes this rank's part of one policy layer's A (rank, in) and B (out, rank) into the buffers of its slot."""
     layer, sizes = slot.layer, slot.layer.output_partition_sizes
     layer.lora_a[slot.ranks].copy_(_shard(a, 1, _inputs(layer), layer))
-    rows_of_parts = [len(b)] if len(slot.parts) == 1 else _whole_sizes(layer)
+    rows_of_parts = [len(b)] if len(slot.parts) == 1 else _whole_sizes(layer)[slot.parts.start : slot.parts.stop]
     for part, rows in zip(slot.parts, b.split(rows_of_parts), strict=True):
         start = sum(sizes[:part])
         layer.lora_b[start : start + sizes[part], slot.ranks].copy_(_shard(rows, 0, sizes[part], layer))

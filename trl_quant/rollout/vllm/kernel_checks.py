@@ -9,9 +9,12 @@ from vllm import _custom_ops as ops
 from vllm.model_executor.layers.linear import LinearBase
 
 from ...formats import FORMATS, quantize
-from ...models.families import ROUTER
+from ...models.linears import keeps_type
 from ...precisions import PRECISIONS
 from .adapter import decoder_in_vllm, linear_layers, places
+
+
+CONVOLUTION = ".conv1d"  # of a hybrid, which vLLM holds in a linear layer
 
 
 def check_kernels(model: nn.Module, precision: str, layers: Iterable[str]) -> str:
@@ -24,8 +27,8 @@ def check_kernels(model: nn.Module, precision: str, layers: Iterable[str]) -> st
         layers (`Iterable[str]`): The policy's names of its decoder's linear layers.
 
     Raises:
-        `RuntimeError`: A linear layer of the decoder does not run in `precision`, or a router or a layer outside of it
-            is quantized.
+        `RuntimeError`: A linear layer of the decoder does not run in `precision`, or one that [`keeps_type`] or is
+            outside of it is quantized.
     """
     linears, decoder = linear_layers(model), decoder_in_vllm(model, layers)
     inside = {name: layer for name, layer in linears.items() if name.startswith(decoder)}
@@ -34,18 +37,18 @@ def check_kernels(model: nn.Module, precision: str, layers: Iterable[str]) -> st
             f"`rollout_precision`={precision!r}: vLLM's {type(model).__name__} has no linear layers in {decoder!r}, "
             "where its decoder should be. Use another model, or leave `rollout_precision` unset."
         )
-    towers = quantized_outside(model, layers)
-    if towers:
+    others = quantized_outside(model, layers)
+    if others:
         raise RuntimeError(
-            f"`rollout_precision`={precision!r} quantizes only the language model, and vLLM quantized "
-            f"{len(towers)} linear layers outside of it, such as {'; '.join(towers[:3])}. Set `use_vllm=False` to "
-            "sample from the embedded engine, or leave `rollout_precision` unset."
+            f"`rollout_precision`={precision!r} quantizes only the language model, without its routers and gates, and "
+            f"vLLM quantized {len(others)} linear layers outside of it, such as {'; '.join(others[:3])}. Set "
+            "`use_vllm=False` to sample from the embedded engine, or leave `rollout_precision` unset."
         )
-    routers = {name for name in inside if ROUTER.fullmatch(f"{name}.weight")}
+    kept = {name for name in inside if keeps_type(f"{name}.weight") or name.endswith(CONVOLUTION)}
     wrong = [
         f"{name}: {_describe(layer)}"
         for name, layer in inside.items()
-        if not _runs_in("bf16" if name in routers else precision, *method_of(layer))
+        if not _runs_in("bf16" if name in kept else precision, *method_of(layer))
     ]
     if wrong:
         expected = " or ".join(PRECISIONS[precision].vllm.methods)
@@ -59,11 +62,12 @@ def check_kernels(model: nn.Module, precision: str, layers: Iterable[str]) -> st
 
 def quantized_outside(model: nn.Module, layers: Iterable[str]) -> list[str]:
     """
-    Describes the quantized linear layers outside of the decoder. `layers` are the policy's names of the decoder's
-    linear layers.
+    Describes the quantized linear layers outside of the decoder, and those in it that should keep their type. `layers`
+    are the policy's names of the decoder's linear layers.
     """
     decoder = decoder_in_vllm(model, layers)
-    outside = {name: layer for name, layer in linear_layers(model).items() if not name.startswith(decoder)}
+    found = linear_layers(model).items()
+    outside = {name: x for name, x in found if not name.startswith(decoder) or keeps_type(f"{name}.weight")}
     return [f"{name}: {_describe(layer)}" for name, layer in outside.items() if not _runs_in("bf16", *method_of(layer))]
 
 

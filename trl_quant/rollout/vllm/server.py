@@ -14,6 +14,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from ...models.architecture import differences
 from ...models.linears import sampled_linears
 from ...models.positions import why_vllm_differs
 from ...noise import noised_norms
@@ -29,7 +30,6 @@ from .separate import sampled_separately
 from .serving import BACKEND, is_exposed, read_config, serve_command
 from .support import (
     check_version,
-    differences,
     outside_decoder,
     warn_of_two_copies,
 )

@@ -91,7 +91,6 @@ def _command_of_run(args, model: str) -> str:
     options = {"trust_remote_code": args.trust_remote_code, "wide_norms": args.noise_schedule is not None}
     if config is not None:
         options["has_experts"] = number_of_experts(config.to_dict()) > 1
-    if config is not None and config.get_text_config() is not config:  # the model reads more than text
         policy = skeleton(config, args.trust_remote_code)
         options["outside"] = outside_decoder(policy, config.architectures or [], "auto")
     return serve_command(model, args.spec.sampled_in, server_url(args), **options)

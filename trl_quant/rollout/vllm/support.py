@@ -17,8 +17,8 @@ from ...formats import FORMATS
 from ...formats.fp8 import BLOCK
 from ...layers.products import follow_int8
 from ...layers.quantizers import follow_groups
-from ...models.families import family_of
-from ...models.linears import sampled_linears, unquantized_linears
+from ...models.families import GATES, family_of
+from ...models.linears import gates_of, sampled_linears, unquantized_linears
 from ...models.names import clean_name
 from ...models.routers import routers
 from ...precisions import PRECISIONS, InVLLM, in_vllm, with_experts
@@ -29,28 +29,6 @@ logger = logging.getLogger(__name__)
 
 VLLM_VERSIONS = ("0.26", "0.34")  # at least, below
 RANK_ON_CPU = "trl_quant.rollout.vllm.cpu_ranks.RankOnCPU"  # vLLM's `worker_cls` where CPU ranks form one engine
-# Fields of a config that determine what a model computes. All checkpoints of a model agree in them, quantized or not
-ARCHITECTURE = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "tie_word_embeddings",
-    "attention_bias",
-    "mlp_bias",
-    "hidden_act",
-    "rms_norm_eps",
-    "rope_parameters",
-    "sliding_window",
-    "layer_types",
-    "query_pre_attn_scalar",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-)
 # LoRA's initializations that do not change the base
 KEEPS_BASE = (True, False, "gaussian", "orthogonal", "eva")
 
@@ -315,12 +293,26 @@ def compute_as_vllm(precision: str, device: torch.device) -> None:
         follow_int8(getattr(torch.ops._C, "cutlass_scaled_mm", None))
 
 
-def check_architecture(config, model_impl: str) -> None:
-    """Raises `ValueError` for a transformers config whose architecture vLLM does not implement."""
+def _class_in_vllm(architectures: list[str] | None, model_impl: str) -> type | None:
+    """Returns vLLM's class of a model; `None` if vLLM runs transformers' model, with the policy's names, or none."""
     from vllm import ModelRegistry
 
-    architectures = getattr(config, "architectures", None) or []
-    if model_impl in ("auto", "vllm") and not set(architectures) & set(ModelRegistry.get_supported_archs()):
+    implemented = [name for name in architectures or [] if name in ModelRegistry.models]
+    if not implemented or model_impl == "transformers":
+        return None
+    return ModelRegistry.models[implemented[0]].load_model_cls()
+
+
+def check_architecture(config, model_impl: str) -> None:
+    """Raises `ValueError` for a transformers config whose architecture vLLM does not implement, or cannot load."""
+    architectures = getattr(config, "architectures", None)
+    try:
+        implemented = _class_in_vllm(architectures, model_impl)
+    except ImportError as error:
+        raise ValueError(
+            f"vLLM cannot load its {architectures[0]}: {error}. Install it, or set `use_vllm=False`."
+        ) from error
+    if implemented is None and model_impl != "transformers":
         raise ValueError(
             f"vLLM does not know the architecture {architectures or type(config).__name__}. Set `use_vllm=False` to "
             "sample from the embedded engine, which runs any decoder of transformers, or "
@@ -330,9 +322,9 @@ def check_architecture(config, model_impl: str) -> None:
 
 def outside_decoder(policy: PreTrainedModel, architectures: list[str], model_impl: str) -> list[str]:
     """
-    Returns patterns that tell vLLM which layers not to quantize: all except those of the policy's decoder. The patterns
-    use vLLM's own names, because vLLM may have another name for a vision tower. The list is empty for a language model,
-    whose head vLLM leaves unquantized anyway.
+    Returns patterns that tell vLLM which layers not to quantize: all except those of the policy's decoder, and the
+    gates of linear attention in it. The patterns use vLLM's own names, because vLLM may have another name for a vision
+    tower. The list is empty for a language model without such gates, whose head vLLM leaves unquantized anyway.
 
     Args:
         policy (`PreTrainedModel`): The policy, with or without memory for its weights.
@@ -341,25 +333,12 @@ def outside_decoder(policy: PreTrainedModel, architectures: list[str], model_imp
     """
     if not unquantized_linears(policy, head=False):
         return []
-    from vllm import ModelRegistry
-
     from .adapter import decoder_in_vllm
 
-    implemented = [name for name in architectures if name in ModelRegistry.models]
-    if implemented and model_impl != "transformers":
-        model = ModelRegistry.models[implemented[0]].load_model_cls()
-    else:
-        model = None  # vLLM runs transformers' model, with the policy's names
+    model = _class_in_vllm(architectures, model_impl)
     layers = sampled_linears(policy).values()
     decoder = decoder_in_vllm(model, [layer.name for layer in layers if not layer.holds_experts])
-    return [f"re:(?!{re.escape(decoder)})"]
-
-
-def differences(mine: PreTrainedConfig, theirs: PreTrainedConfig) -> str:
-    """Lists the fields in which two configs describe different models, as `name (theirs, not mine)`."""
-    mine, theirs = mine.get_text_config(), theirs.get_text_config()
-    values = {name: (getattr(mine, name, None), getattr(theirs, name, None)) for name in ARCHITECTURE}
-    return ", ".join(f"{name} ({theirs}, not {mine})" for name, (mine, theirs) in values.items() if mine != theirs)
+    return [f"re:(?!{re.escape(decoder)})", *([GATES] if gates_of(policy) else [])]
 
 
 def _head_size(config: PreTrainedConfig) -> int:
@@ -394,8 +373,8 @@ def check_exact(config: PreTrainedConfig) -> None:
             f"`exact_rollouts`=True needs FlashAttention 3, on Hopper (compute capability 9.0), not {found}."
         )
     model_type = config.get_text_config().model_type
-    if family_of(model_type).offset:
-        raise ValueError(f"`exact_rollouts`=True does not know the norms of {model_type}. Leave it at False.")
+    if family_of(model_type).offset or family_of(model_type).recurrent:
+        raise ValueError(f"`exact_rollouts`=True does not know the layers of {model_type}. Leave it at False.")
     dropout = getattr(config.get_text_config(), "attention_dropout", 0)
     if dropout:
         raise ValueError(f"`exact_rollouts`=True needs a model without dropout; it has `attention_dropout`={dropout}.")
@@ -469,12 +448,14 @@ def adapter_arguments(model, given: dict) -> dict[str, dict[str, int]]:
             f"`vllm_engine_kwargs` has {unused}, which act only on vLLM's own adapters; `lora_sync`='adapter' does "
             "not use these. Leave them out."
         )
-    quantized = {layer.name for layer in sampled_linears(model.get_base_model()).values() if not layer.is_expert}
+    base = model.get_base_model()
+    layers = {layer.name for layer in sampled_linears(base).values() if not layer.is_expert}
+    layers.update(gates_of(base))
     ranks = {}
     for name, layer in model.named_modules():
         if not isinstance(layer, BaseTunerLayer) or adapter not in layer.r:
             continue
-        if clean_name(name) not in quantized:
+        if clean_name(name) not in layers:
             raise ValueError(
                 f"`lora_sync`='adapter' takes adapters of the decoder's linear layers, not `{name}`. {instead}"
             )

@@ -15,11 +15,12 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.utils import extract_layer_index
 
-from ...models.linears import is_mixtures
+from ...models.linears import is_mixtures, keeps_type
 from ..tensors import default_dtype
 from ..verify.kv_cache import CACHE_FORMATS, UNQUANTIZED, KVCache
 from .adapter import names_in_vllm, places
 from .experts import ExpertsCheck, repack_experts
+from .kernel_checks import CONVOLUTION
 from .repairs import kernel_state, refresh_tied_head, restore_kernel_state
 
 
@@ -128,7 +129,7 @@ def kv_caches(model: nn.Module) -> dict[int, KVCache]:
 class WeightComparison:
     """
     Compares the policy's weights with vLLM's: those that both have under one name and in one shape (norms, embeddings,
-    the head), the biases of linear layers, and experts and routers.
+    the head), the biases of linear layers, the gates and convolutions of hybrids, and experts and routers.
 
     Parameters:
         model (`nn.Module`): vLLM's model.
@@ -141,6 +142,7 @@ class WeightComparison:
         self._experts = ExpertsCheck(model, config, format, **quantizers)
         self._params, self._layers = dict(model.named_parameters()), dict(model.named_modules())
         self._biases: dict[str, Tensor] = {}
+        self._kept: dict[str, Tensor] = {}
         self._different: list[str] = []
 
     @torch.no_grad()
@@ -156,6 +158,8 @@ class WeightComparison:
             if layer is None or isinstance(layer, LinearBase):
                 if kind == "bias":
                     self._biases[module] = tensor.clone()  # it may be part of a buffer that is received
+                elif keeps_type(name) or name.endswith(f"{CONVOLUTION}.weight"):
+                    self._kept[module] = tensor.clone()
                 continue
             if isinstance(layer, VocabParallelEmbedding) and held is not None:  # padded, and split among ranks
                 rows = layer.shard_indices
@@ -167,6 +171,7 @@ class WeightComparison:
     def differing(self) -> str | None:
         """Returns the policy's name of the first weight that differs; `None` if there is none."""
         different = [*self._different, *_differing_biases(self.model, self._biases)]
+        different += _differing_rows(self.model, self._kept, self.dtype)
         return different[0] if different else None
 
 
@@ -197,6 +202,23 @@ def _differing_biases(model: nn.Module, biases: dict[str, Tensor]) -> list[str]:
         # Compared in sorted order, since Marlin's layers reorder biases. A rank's part of a bias is not compared.
         if whole.shape == layer.bias.shape and not torch.equal(whole.sort()[0], layer.bias.sort()[0]):
             different.append(f"{names[0]}.bias")
+    return different
+
+
+def _differing_rows(model: nn.Module, weights: dict[str, Tensor], dtype: torch.dtype) -> list[str]:
+    """
+    Returns the names of the `weights`, of the policy's layers that keep their type, that differ from their rows in
+    vLLM's layers. Those that a CPU packs, that ranks divide or that have an adapter beside them are not compared.
+    """
+    different = []
+    for name, place in places(model, weights).items():
+        if place is None or place[0].tp_size > 1 or hasattr(place[0], "lora_a"):
+            continue
+        (layer, parts), tensor = place, weights[name]
+        sizes = layer.output_partition_sizes
+        rows = layer.weight[sum(sizes[: parts.start]) : sum(sizes[: parts.stop])]
+        if rows.shape == tensor.shape and not _are_same(rows, tensor, dtype):
+            different.append(f"{name}.weight")
     return different
 
 
