@@ -40,6 +40,33 @@ FAMILIES = {
     "gemma3": (transformers.Gemma3TextConfig, {"head_dim": 32, "query_pre_attn_scalar": 32}),
     "phi3": (transformers.Phi3Config, {}),
 }
+# As `FAMILIES`, for further dense families, which tests/models/test_dense_families.py tests. Where some layers see a
+# window alone, the first one does.
+SLIDES = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+FURTHER = {
+    "arcee": (transformers.ArceeConfig, {}),
+    "cohere": (transformers.CohereConfig, {}),
+    "cohere2": (transformers.Cohere2Config, {**SLIDES, "sliding_window": 1024}),
+    "cwm": (transformers.CwmConfig, {"head_dim": 32, "bos_token_id": 258, **SLIDES}),
+    "ernie4_5": (transformers.Ernie4_5Config, {"head_dim": 32}),
+    "exaone4": (transformers.Exaone4Config, {"sliding_window_pattern": "LG", **SLIDES}),
+    "gemma": (transformers.GemmaConfig, {"head_dim": 32}),
+    "glm": (transformers.GlmConfig, {"head_dim": 32}),
+    "glm4": (transformers.Glm4Config, {"head_dim": 32}),
+    "granite": (
+        transformers.GraniteConfig,
+        {"residual_multiplier": 0.5, "embedding_multiplier": 3.0, "logits_scaling": 2.0, "attention_multiplier": 0.1},
+    ),
+    "hunyuan_v1_dense": (transformers.HunYuanDenseV1Config, {"head_dim": 32}),
+    "ministral": (transformers.MinistralConfig, {"head_dim": 32, **SLIDES}),
+    "ministral3": (transformers.Ministral3Config, {"head_dim": 32}),
+    "olmo": (transformers.OlmoConfig, {}),
+    "olmo2": (transformers.Olmo2Config, {}),
+    "olmo3": (transformers.Olmo3Config, SLIDES),
+    "seed_oss": (transformers.SeedOssConfig, {"head_dim": 32}),
+    "smollm3": (transformers.SmolLM3Config, {"no_rope_layer_interval": 2}),
+    "starcoder2": (transformers.Starcoder2Config, {"use_bias": True, "sliding_window": 8}),
+}
 # family -> its norms before attention and before the MLP, where they have other names than Llama's
 NORMS = dict.fromkeys(("gemma2", "gemma3"), ("input_layernorm", "pre_feedforward_layernorm"))
 # As `FAMILIES`, for mixtures of experts. GLM-4's first layer is dense. In Qwen2's and GLM-4's, tokens share an expert.
@@ -96,12 +123,12 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 def tiny_model(
     family: str = "qwen3", tied: bool = True, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides
 ) -> PreTrainedModel:
-    """A causal LM of `family` (a key of `FAMILIES` or `MIXTURES`), in eval mode; the global random state is unchanged.
+    """A causal LM of `family` (a key of `FAMILIES`, `FURTHER` or `MIXTURES`), in eval mode; the global random state is unchanged.
 
     The weights are drawn in float32 and cast, so one seed gives the same model, rounded, in each dtype. `overrides`
     are settings of the family's config, such as `hidden_size=96` or `num_hidden_layers=1`.
     """
-    known = FAMILIES | MIXTURES
+    known = FAMILIES | FURTHER | MIXTURES
     if family not in known:
         raise ValueError(f"family {family!r} is unknown; allowed are {sorted(known)}")
     config_class, specific = known[family]

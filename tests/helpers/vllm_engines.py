@@ -32,6 +32,7 @@ from trl_quant.models.families import HEAD, ROUTERS
 from trl_quant.precisions import PRECISIONS
 from trl_quant.rollout import VLLMEngine
 from trl_quant.rollout.verify.self_check import Reference, check_sequences, mean_difference
+from trl_quant.rollout.vllm.own_class import keeping_classes, take_subclasses
 from trl_quant.storage.layout import quantize_checkpoint
 
 
@@ -170,7 +171,9 @@ def fresh(model, precision: str, path, prepared: bool = False, device: str = "cp
         "gpu_memory_utilization": MEMORY,
         **SMALL,
     }
-    llm = LLM(str(quantized), **settings | options)
+    with keeping_classes(model) as changed:
+        llm = LLM(str(quantized), **settings | options)
+    llm.apply_model(functools.partial(take_subclasses, changed=changed))
     _alive.append(llm)
     return llm
 
