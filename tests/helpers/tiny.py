@@ -45,8 +45,8 @@ FAMILIES = {
 SLIDES = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 FURTHER = {
     "arcee": (transformers.ArceeConfig, {}),
-    "cohere": (transformers.CohereConfig, {}),
-    "cohere2": (transformers.Cohere2Config, {**SLIDES, "sliding_window": 1024}),
+    "cohere": (transformers.CohereConfig, {"logit_scale": 1.0}),
+    "cohere2": (transformers.Cohere2Config, {"logit_scale": 1.0, **SLIDES}),
     "cwm": (transformers.CwmConfig, {"head_dim": 32, "bos_token_id": 258, **SLIDES}),
     "ernie4_5": (transformers.Ernie4_5Config, {"head_dim": 32}),
     "exaone4": (transformers.Exaone4Config, {"sliding_window_pattern": "LG", **SLIDES}),
@@ -63,7 +63,7 @@ FURTHER = {
     "olmo": (transformers.OlmoConfig, {}),
     "olmo2": (transformers.Olmo2Config, {}),
     "olmo3": (transformers.Olmo3Config, SLIDES),
-    "seed_oss": (transformers.SeedOssConfig, {"head_dim": 32}),
+    "seed_oss": (transformers.SeedOssConfig, {"head_dim": 32, "attention_dropout": 0.0}),
     "smollm3": (transformers.SmolLM3Config, {"no_rope_layer_interval": 2}),
     "starcoder2": (transformers.Starcoder2Config, {"use_bias": True, "sliding_window": 8}),
 }
