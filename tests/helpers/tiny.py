@@ -30,6 +30,19 @@ CHAT_TEMPLATE = (
 )
 VOCAB_SIZE = 320  # 256 bytes, 3 control tokens, then reserved ones up to a multiple of 64
 
+SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.1,
+    "bos_token_id": None,
+    "eos_token_id": 257,
+    "pad_token_id": 256,
+}
 # family -> (config class, settings that differ from the other families)
 FAMILIES = {
     "qwen2": (transformers.Qwen2Config, {}),
@@ -40,7 +53,7 @@ FAMILIES = {
     "gemma3": (transformers.Gemma3TextConfig, {"head_dim": 32, "query_pre_attn_scalar": 32}),
     "phi3": (transformers.Phi3Config, {}),
 }
-# As `FAMILIES`, for further dense families, which tests/models/test_dense_families.py tests. Where some layers see a
+# As `FAMILIES`, for further dense families, which tests/models/test_families.py tests. Where some layers see a
 # window alone, the first one does.
 SLIDES = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 FURTHER = {
@@ -63,7 +76,7 @@ FURTHER = {
     "olmo": (transformers.OlmoConfig, {}),
     "olmo2": (transformers.Olmo2Config, {}),
     "olmo3": (transformers.Olmo3Config, SLIDES),
-    "seed_oss": (transformers.SeedOssConfig, {"head_dim": 32, "attention_dropout": 0.0}),
+    "seed_oss": (transformers.SeedOssConfig, {"head_dim": 32, "attention_dropout": 0.0, "residual_dropout": 0.0}),
     "smollm3": (transformers.SmolLM3Config, {"no_rope_layer_interval": 2}),
     "starcoder2": (transformers.Starcoder2Config, {"use_bias": True, "sliding_window": 8}),
 }
@@ -123,7 +136,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 def tiny_model(
     family: str = "qwen3", tied: bool = True, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides
 ) -> PreTrainedModel:
-    """A causal LM of `family` (a key of `FAMILIES`, `FURTHER` or `MIXTURES`), in eval mode; the global random state is unchanged.
+    """A causal LM of `family` (a key of a table above), in eval mode; the global random state is unchanged.
 
     The weights are drawn in float32 and cast, so one seed gives the same model, rounded, in each dtype. `overrides`
     are settings of the family's config, such as `hidden_size=96` or `num_hidden_layers=1`.
@@ -132,21 +145,7 @@ def tiny_model(
     if family not in known:
         raise ValueError(f"family {family!r} is unknown; allowed are {sorted(known)}")
     config_class, specific = known[family]
-    settings = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 2048,
-        "initializer_range": 0.1,
-        "tie_word_embeddings": tied,
-        "bos_token_id": None,
-        "eos_token_id": 257,
-        "pad_token_id": 256,
-    }
-    config = config_class(**settings | specific | overrides)
+    config = config_class(**SIZES | {"tie_word_embeddings": tied} | specific | overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -59,6 +59,7 @@ class Family(NamedTuple):
         vllm (`str` or `None`):
             What vLLM 0.31 was seen to run it with: a class of vLLM's `"own"`, or `"transformers"`' class. vLLM runs the
             other families with transformers' class too, where `vllm_model_impl` asks for that.
+        wider_in_vllm (`int`): Tokens that vLLM's layers with a window see beyond those that transformers' see.
     """
 
     feeds: dict[str, tuple[str, ...]] = {}
@@ -73,6 +74,7 @@ class Family(NamedTuple):
     norm: str | None = None
     mlp: str | None = None
     vllm: str | None = None
+    wider_in_vllm: int = 0
 
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -117,7 +119,7 @@ FAMILIES = {
     "gemma3_text": Family(**_SANDWICH, **_OWN),
     "arcee": Family(norm="ArceeRMSNorm", **_UNGATED, **_OWN),
     "cohere": Family(**_ONE_NORM, **_OWN),
-    "cohere2": Family(**_ONE_NORM, **_OWN),
+    "cohere2": Family(wider_in_vllm=1, **_ONE_NORM, **_OWN),
     "cwm": Family(norm="CwmRMSNorm", mlp="CwmMLP", **_PRE_NORM, **_OWN),
     "ernie4_5": Family(norm="Ernie4_5RMSNorm", mlp="Ernie4_5MLP", **_PRE_NORM, **_OWN),
     "exaone4": Family(norm="Exaone4RMSNorm", mlp="Exaone4MLP", **_ATTENDS, **_OWN),
@@ -170,6 +172,11 @@ HEAD = ("lm_head",)  # the output layer of a language model
 def families_with(trait: str) -> list[str]:
     """Returns the model types of the families that have a trait, such as `"packs"` or known `"feeds"`."""
     return [model_type for model_type, family in FAMILIES.items() if getattr(family, trait)]
+
+
+def is_tested(config) -> bool:
+    """Whether a model of transformers, by its config, is of a family in the table."""
+    return not FAMILIES.keys().isdisjoint({config.model_type, config.get_text_config().model_type})
 
 
 def family_of(model_type: str) -> Family:

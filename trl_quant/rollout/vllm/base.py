@@ -403,8 +403,8 @@ class VLLMBase(RolloutEngine):
             is_due = self.syncs_to_check == 0 or self.function_changed()
             if is_due or woken:
                 self.check_sync(quick=not is_due)
-        elif self.drafts is not None and not self.has_checked_drafts:  # this check cannot be switched off
-            self.check_sync()
+        elif self.needs_first_check or (self.drafts is not None and not self.has_checked_drafts):
+            self.check_sync()  # it cannot be switched off
         self.lay_noise(self.noise)
 
     def take_metrics(self) -> dict[str, float]:

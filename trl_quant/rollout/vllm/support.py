@@ -397,7 +397,8 @@ def check_exact(config: PreTrainedConfig) -> None:
     known = families_with("exact")
     if model_type not in known:
         raise ValueError(
-            f"`exact_rollouts`=True knows the computation of {', '.join(known)}, not of {model_type}. Leave it at False."
+            f"`exact_rollouts`=True knows the computation of {', '.join(known)}, not of {model_type}. Leave it "
+            "at False."
         )
     dropout = getattr(config.get_text_config(), "attention_dropout", 0)
     if dropout:
