@@ -58,7 +58,7 @@ FAMILIES = {
 SLIDES = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 FURTHER = {
     "arcee": (transformers.ArceeConfig, {}),
-    "cohere": (transformers.CohereConfig, {"logit_scale": 1.0}),
+    "cohere": (transformers.CohereConfig, {"use_qk_norm": True, "logit_scale": 1.0}),
     "cohere2": (transformers.Cohere2Config, {"logit_scale": 1.0, **SLIDES}),
     "cwm": (transformers.CwmConfig, {"head_dim": 32, "bos_token_id": 258, **SLIDES}),
     "ernie4_5": (transformers.Ernie4_5Config, {"head_dim": 32}),

@@ -29,6 +29,7 @@ from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 
 from trl_quant.models.families import HEAD, ROUTERS
+from trl_quant.models.linears import unquantized_linears
 from trl_quant.precisions import PRECISIONS
 from trl_quant.rollout import VLLMEngine
 from trl_quant.rollout.verify.self_check import Reference, check_sequences, mean_difference
@@ -159,7 +160,9 @@ def fresh(model, precision: str, path, prepared: bool = False, device: str = "cp
         model.save_pretrained(path)
         tiny_tokenizer().save_pretrained(path)
         if quantized != path and not quantized.exists():
-            quantize_checkpoint(path, quantized, precision, [*HEAD, ROUTERS], device=device)
+            quantize_checkpoint(
+                path, quantized, precision, [*HEAD, *unquantized_linears(model), ROUTERS], device=device
+            )
     if ranks:
         torch.distributed.barrier()
     settings = {

@@ -4,11 +4,13 @@ import pytest
 import torch
 import transformers
 from packed_rows import PROMPT, batch, gradients, model_of
-from tiny import FURTHER, SIZES, START, tiny_model, tiny_tokenizer
+from places import ROOT
+from tiny import FAMILIES, FURTHER, SIZES, START, tiny_model, tiny_tokenizer
 from torch import nn
 from training import parameters, trainer_for
 
-from trl_quant.models.families import FAMILIES
+from trl_quant.models import page
+from trl_quant.models.families import FAMILIES as TABLE
 from trl_quant.models.linears import dense_linears, is_quantizable, unquantized_linears
 from trl_quant.models.norms import feeding_norms
 from trl_quant.policy.frozen import freeze
@@ -16,10 +18,11 @@ from trl_quant.policy.packed import PackedRows, accept_packed_rows
 from trl_quant.policy.unified import unify
 from trl_quant.precisions import bitsandbytes_bases, frozen_bases, qat_precisions, unified_flows
 from trl_quant.scaling import apply_uaq
+from trl_quant.storage.layout import checkpoint_stream
 
 
 IDS = torch.arange(24).view(2, 12) + 40
-FED = [family for family in FURTHER if FAMILIES[family].feeds]
+FED = [family for family in FURTHER if TABLE[family].feeds]
 
 
 def outputs(model) -> torch.Tensor:
@@ -61,12 +64,13 @@ def test_what_is_quantized(family):
     model = tiny_model(family, tied=False)
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and ".layers." in name]
     found, ignore = dense_linears(model), unquantized_linears(model)
-    assert [*found] == layers and ignore == ["lm_head"]
+    heads = [f"{name}.self_attn.{x}_norm" for name in ("model.layers.0", "model.layers.1") for x in "qk"]
+    assert [*found] == layers and ignore == [*(heads if family == "cohere" else ()), "lm_head"]
     assert {f"{name}.weight" for name in layers} == {
         n for n, p in model.named_parameters() if is_quantizable(n, p, ignore)
     }
     fused = {tuple(name.rpartition(".")[2] for name in layer.fused) for layer in found.values() if len(layer.fused) > 1}
-    assert fused == {*FAMILIES[family].fused} & fused and ("q_proj", "k_proj", "v_proj") in fused
+    assert fused == {*TABLE[family].fused} & fused and ("q_proj", "k_proj", "v_proj") in fused
 
 
 @pytest.mark.parametrize("family", FED)
@@ -82,6 +86,20 @@ def test_scaling_keeps_the_function(family):
             assert not torch.equal(gains[norm], plain[norm])
             gains[norm].copy_(plain[norm])
     assert (outputs(model) - before).abs().max() > 1e-2 * before.abs().max()
+
+
+def test_a_stream_shares_scales_as_the_engine_fuses():
+    """An engine may fuse other layers than the table says; the table stands for an engine that cannot be asked."""
+    weights = [(f"a.{x}_proj.weight", (i + 1) * torch.eye(32)) for i, x in enumerate("qkv")]
+
+    def scales(**siblings) -> list[float]:
+        stored = dict(checkpoint_stream(weights, "nvfp4", **siblings))
+        return [stored[f"{name}_global_scale"].item() for name, _ in weights]
+
+    alone = scales(siblings=lambda name: (name,))
+    assert len({*alone}) == 3 and {*scales()} == {alone[2]}
+    pair = ("a.q_proj", "a.k_proj")
+    assert scales(siblings=lambda name: pair if name in pair else (name,)) == [alone[1], alone[1], alone[2]]
 
 
 # Attention
@@ -105,7 +123,7 @@ def of_rows_alone(model, given) -> tuple:
     return logps, kept
 
 
-@pytest.mark.parametrize("family", [family for family in FURTHER if FAMILIES[family].packs])
+@pytest.mark.parametrize("family", [family for family in FURTHER if TABLE[family].packs])
 def test_packed_rows_are_the_rows_alone(family):
     """And padded rows are these too, but in a family of which the table says that they are not."""
     model, given = model_of(family), batch()
@@ -118,10 +136,10 @@ def test_packed_rows_are_the_rows_alone(family):
     for way, (found_logps, _, grads) in found.items():
         is_same = (found_logps - logps).abs().max() < 1e-4
         near = max((grads[name] - grad).norm() / grad.norm() for name, grad in exact.items()) < 3e-5
-        assert is_same == near == (FAMILIES[family].pads or way != "padded"), way
+        assert is_same == near == (TABLE[family].pads or way != "padded"), way
 
 
-@pytest.mark.parametrize("family", [family for family in FURTHER if FAMILIES[family].both_ways])
+@pytest.mark.parametrize("family", [family for family in FURTHER if TABLE[family].both_ways])
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_both_directions(family, is_causal):
     """Each token sees the last one, padded or not, and with the causal mask none does."""
@@ -179,6 +197,16 @@ def test_a_step_in_the_embedded_engine(tmp_path, family):
     trainer.train()
     assert trainer.state.log_history[0]["mismatch/kl_k3"] < 5e-3
     assert not [name for name, param in parameters(trainer).items() if torch.equal(param, before[name])]
+
+
+# The page
+
+
+def test_the_page_is_made_from_the_table():
+    assert (ROOT / "docs/models.md").read_text() == page.markdown()
+    assert {*page.dense_families()} == {*FAMILIES, *FURTHER}
+    for name in page.dense_families():
+        assert (name in page.UNFED) == (not TABLE[name].feeds)
 
 
 # Outside the table

@@ -121,6 +121,7 @@ class VLLMEngine(VLLMBase):
         from vllm import LLM
 
         from . import (
+            adapter,
             experts,
             kernel_checks,
             lifetime,
@@ -147,6 +148,7 @@ class VLLMEngine(VLLMBase):
         layers = [layer.name for layer in found if not layer.holds_experts]
         (kernels,) = self.llm.apply_model(partial(kernel_checks.check_kernels, precision=self.precision, layers=layers))
         logger.info("vLLM samples in %s: %s.", self.precision, kernels)
+        (self.fused,) = self.llm.apply_model(partial(adapter.fused_layers, names=layers))
         biased = [name.removesuffix(".bias") for name in self.weights.parameters() if name.endswith(".bias")]
         self.llm.apply_model(partial(kernel_checks.check_biases, layers=biased))
         self.llm.apply_model(partial(experts.check_experts, precision=self.precision))
