@@ -191,7 +191,7 @@ def test_a_step_in_the_embedded_engine(tmp_path, family):
     """The engine samples in INT8, its check finds the policy's function, and the step moves every weight."""
     tokenizer = tiny_tokenizer()
     tokenizer.bos_token = START  # CWM needs one
-    settings = {"rollout_precision": "int8", "max_steps": 1, "pack_sequences": True}
+    settings = {"rollout_precision": "int8", "max_steps": 1}
     trainer = trainer_for(tmp_path, tiny_model(family), processing_class=tokenizer, **settings)
     before = parameters(trainer)
     trainer.train()

@@ -34,10 +34,13 @@ def _is_zero3(run: Given) -> bool:
 
 
 def _pads_otherwise(run: Given) -> str | None:
-    """Returns the policy's family, if a padded row of it is not what the row is alone."""
+    """Returns the policy's family, if a padded row of it is not what the row is alone, and rows are padded."""
     model_type = run.config.get_text_config().model_type
     family = FAMILIES.get(model_type)
-    return model_type if family is not None and not family.pads else None
+    if family is None or family.pads:
+        return None
+    is_packed = run.args.pack_sequences is not False and not why_not_packed(run.args, run.config, run.processing_class)
+    return None if is_packed else model_type
 
 
 def _bits(run: Given) -> str:
@@ -219,10 +222,10 @@ RULES = (
     ),
     Rule(
         ("pack_sequences", "rollout_precision"),
-        when=lambda run: run.spec.sampler is not None and not run.args.pack_sequences and _pads_otherwise(run),
+        when=lambda run: run.spec.sampler is not None and _pads_otherwise(run),
         message="`rollout_precision`={args.rollout_precision!r} with `pack_sequences`={args.pack_sequences!r}: the "
         "queries and keys of {found} depend on a token's place, which padding on its left shifts, and the sampler has "
-        "no padding. Set `pack_sequences=True`.",
+        "no padding. Train packed rows.",
         needs="model",
     ),
     Rule(
