@@ -59,13 +59,15 @@ WIDER = (
     "above the window. The head must be tied to the embeddings, as in published models: vLLM reads no other."
 )
 TIED = "The head must be tied to the embeddings, as in published models: vLLM reads no other."
-BACKEND = (
+AS_TRANSFORMERS = (
     "vLLM 0.31 has no class of its own for it and runs transformers'. What it then fuses is asked of the engine; a "
     "server is taken to fuse what vLLM's own classes do."
 )
-UNKNOWN = "vLLM does not know the architecture: set `vllm_model_impl='transformers'`, with the check of the first sync."
+NOT_IN_VLLM = (
+    "vLLM does not know the architecture: set `vllm_model_impl='transformers'`, with the check of the first sync."
+)
 
-INTRODUCTION = """# Model families
+PREFACE = """# Model families
 
 Each family below was built small and run on a CPU, in transformers 5.17 and vLLM 0.31:
 
@@ -94,7 +96,7 @@ OUTSIDE = """
 
 This page is made from `trl_quant/models/families.py`: `python -m trl_quant.models.page > docs/models.md`.
 """
-COLUMNS = ("embedded", "vLLM", "trained", "noise, UAQ", "packed", "both directions", "exact")
+TRAITS_SHOWN = ("embedded", "vLLM", "trained", "noise, UAQ", "packed", "both directions", "exact")
 
 
 def dense_families() -> list[str]:
@@ -103,8 +105,8 @@ def dense_families() -> list[str]:
 
 
 def cells(name: str, family: Family) -> list[tuple[bool, str]]:
-    """Returns, for each of [`COLUMNS`], whether it works, and a note; empty without one."""
-    in_vllm = {"own": (True, ""), "transformers": (True, BACKEND), None: (False, UNKNOWN)}[family.vllm]
+    """Returns, for each of [`TRAITS_SHOWN`], whether it works, and a note; empty without one."""
+    in_vllm = {"own": (True, ""), "transformers": (True, AS_TRANSFORMERS), None: (False, NOT_IN_VLLM)}[family.vllm]
     if family.wider_in_vllm or name == "cohere":
         in_vllm = (True, WIDER if family.wider_in_vllm else TIED)
     packed = {"gemma2": (False, CAPPED), "seed_oss": (True, DROPS)}.get(name, (family.packs, ""))
@@ -122,7 +124,7 @@ def cells(name: str, family: Family) -> list[tuple[bool, str]]:
 def markdown() -> str:
     """Returns docs/models.md."""
     notes: dict[str, int] = {}
-    rows = ["| family | `model_type` | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 2) + "|"]
+    rows = ["| family | `model_type` | " + " | ".join(TRAITS_SHOWN) + " |", "|---" * (len(TRAITS_SHOWN) + 2) + "|"]
     for name in dense_families():
         row = [MODELS[name], f"`{name}`"]
         for works, note in cells(name, FAMILIES[name]):
@@ -130,7 +132,7 @@ def markdown() -> str:
             row.append(f"{mark} [{notes.setdefault(note, len(notes) + 1)}]" if note else mark)
         rows.append("| " + " | ".join(row) + " |")
     listed = [f"{number}. {note}" for note, number in notes.items()]
-    return "\n".join([INTRODUCTION, *rows, "", *listed]) + "\n" + OUTSIDE
+    return "\n".join([PREFACE, *rows, "", *listed]) + "\n" + OUTSIDE
 
 
 if __name__ == "__main__":
