@@ -50,6 +50,16 @@ def test_live_equals_fresh_in_bf16(tmp_path, family):
     sampler.check_sync()
 
 
+def test_transformers_class_where_it_is_asked_for(tmp_path):
+    """vLLM's own class is there, but `vllm_model_impl` says otherwise. The policy goes on as it was."""
+    model = policy(tmp_path / "model", family="qwen3")
+    sampler = engine(model, "int8", model_impl="transformers")
+    sampler.sync()
+    sampler.check_sync()
+    assert sampler.llm.apply_model(lambda model: type(model).__name__) == ["TransformersForCausalLM"]
+    assert type(model.get_decoder()).__call__ is nn.Module.__call__
+
+
 def test_a_window_that_is_wider_in_vllm(tmp_path):
     """The reason for which rows beyond the window are refused."""
     sampler = engine(policy(tmp_path / "model", family="cohere2"), "bf16")
