@@ -80,6 +80,9 @@ FURTHER = {
     "smollm3": (transformers.SmolLM3Config, {"no_rope_layer_interval": 2}),
     "starcoder2": (transformers.Starcoder2Config, {"use_bias": True, "sliding_window": 8}),
 }
+# Ministral 3 scales queries by their place, in steps of 16384 tokens; here of 16
+SCALED = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 128.0, "original_max_position_embeddings": 16}
+SCALED |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
 # family -> its norms before attention and before the MLP, where they have other names than Llama's
 NORMS = dict.fromkeys(("gemma2", "gemma3"), ("input_layernorm", "pre_feedforward_layernorm"))
 # As `FAMILIES`, for mixtures of experts. GLM-4's first layer is dense. In Qwen2's and GLM-4's, tokens share an expert.

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from tiny import FURTHER, SIZES, tiny_tokenizer
+from tiny import FURTHER, SCALED, SIZES, tiny_tokenizer
 from torch import nn
 
 
@@ -16,7 +16,7 @@ from trl_quant.models.families import FAMILIES
 
 pytestmark = pytest.mark.vllm
 # In vLLM these layers of Cohere 2 see one token more, so no row of a test is longer
-OPTIONS = {"cohere2": {"sliding_window": 1024}}
+OPTIONS = {"cohere2": {"sliding_window": 1024}, "ministral3": {"rope_parameters": SCALED}}
 IN_VLLM = [family for family in FURTHER if FAMILIES[family].vllm]
 
 
