@@ -50,7 +50,7 @@ PLACED = (
     "It normalizes queries and keys after their rotation, with a gain for each channel, so that they depend on a "
     "token's place and padding shifts them: a `rollout_precision` needs `pack_sequences=True`."
 )
-STEPS = (
+IN_STEPS = (
     "It scales queries by their place, in steps of 16384 tokens, and padding shifts those: longer rows need "
     "`pack_sequences`."
 )
@@ -113,7 +113,7 @@ def cells(name: str, family: Family) -> list[tuple[bool, str]]:
     in_vllm = {"own": (True, ""), "transformers": (True, AS_TRANSFORMERS), None: (False, NOT_IN_VLLM)}[family.vllm]
     if family.wider_in_vllm or name == "cohere":
         in_vllm = (True, WIDER if family.wider_in_vllm else TIED)
-    packed = {"gemma2": (False, CAPPED), "ministral3": (True, STEPS), "seed_oss": (True, DROPS)}.get(
+    packed = {"gemma2": (False, CAPPED), "ministral3": (True, IN_STEPS), "seed_oss": (True, DROPS)}.get(
         name, (family.packs, "")
     )
     return [
