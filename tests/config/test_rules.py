@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 from peft import LoraConfig, PromptTuningConfig
 from places import ROOT
-from tiny import save_published, save_tiny, tiny_model, tiny_tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, T5Config
+from tiny import SIZES, save_published, save_tiny, tiny_model, tiny_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, HeliumConfig, T5Config
 
 from trl_quant import DiffusionGRPOConfig, QuantDistillationConfig, QuantGRPOConfig, QuantPPOConfig, QuantRLOOConfig
 from trl_quant.config.checks import RULES, check_what
@@ -108,6 +108,11 @@ def from_disk(directory):
     model = tiny_model()
     model.config.name_or_path = saved(directory)
     return model
+
+
+def outside(directory):
+    """A policy of a family that is not in the table."""
+    return AutoModelForCausalLM.from_config(HeliumConfig(**SIZES))
 
 
 def bare(config, **changes):
@@ -258,6 +263,9 @@ CASES = {
         Case("Qwen3Model, which generates no text", fields=INT8, model=lambda directory: tiny()(directory).model),
         Case("attends in both directions", fields=INT8, model=tiny(is_causal=False)),
         Case("engines here know the experts of", fields=INT8, model=bare(DeepseekV3Config())),
+        Case(
+            "that docs/models.md lists", fields=INT8, model=outside, assigned={"fsdp_plugin_args": {"fsdp_version": 2}}
+        ),
         Case("t5 is an encoder with a decoder", fields=INT8, model=bare(T5Config())),
     ],
     "vllm": [
@@ -284,6 +292,7 @@ CASES = {
             fields={**VLLM, "vllm_max_model_length": 600},
             model=tiny("llama", max_position_embeddings=32, rope_parameters={"rope_type": "dynamic", "factor": 2.0}),
         ),
+        Case("see 8 tokens, and vLLM's", fields=VLLM, model=tiny("cohere2")),
         Case("vLLM was shown to run on a CPU in 'bf16' alone", fields=VLLM, model=tiny("qwen3_moe")),
         Case(
             "On a CPU vLLM 0.31 looks for all of them on each rank and crashes",
@@ -442,6 +451,10 @@ CASES = {
             fields={"train_precision": "fp8"},
             model=tiny("qwen3_moe"),
             assigned={"torch_compile": True},
+        ),
+        Case("that were trained so", fields={"train_precision": "int8"}, model=outside),
+        Case(
+            "which padding on its left shifts", fields={**INT8, "pack_sequences": False}, model=tiny("hunyuan_v1_dense")
         ),
         Case("not known which of its norms", fields={"uaq_scale": 2.0}, model=bare(T5Config())),
         Case("already scaled by 3", fields={"uaq_scale": 2.0}, model=tiny(uaq_scale=3)),

@@ -5,16 +5,12 @@ from functools import partial
 import torch
 
 from trl_quant.layers.packed import flash_attention
-from trl_quant.models.families import FAMILIES, families_with
+from trl_quant.models.families import families_with
 from trl_quant.policy.exact.attention import Kernels
 from trl_quant.policy.exact.head import log_softmax
 
 
-EXACT_FAMILIES = [
-    name
-    for name in families_with("feeds")
-    if not (FAMILIES[name].offset or FAMILIES[name].mixture or FAMILIES[name].recurrent)
-]
+EXACT_FAMILIES = families_with("exact")
 TEMPERATURE = 0.7
 
 

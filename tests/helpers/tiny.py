@@ -30,6 +30,19 @@ CHAT_TEMPLATE = (
 )
 VOCAB_SIZE = 320  # 256 bytes, 3 control tokens, then reserved ones up to a multiple of 64
 
+SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.1,
+    "bos_token_id": None,
+    "eos_token_id": 257,
+    "pad_token_id": 256,
+}
 # family -> (config class, settings that differ from the other families)
 FAMILIES = {
     "qwen2": (transformers.Qwen2Config, {}),
@@ -40,6 +53,36 @@ FAMILIES = {
     "gemma3": (transformers.Gemma3TextConfig, {"head_dim": 32, "query_pre_attn_scalar": 32}),
     "phi3": (transformers.Phi3Config, {}),
 }
+# As `FAMILIES`, for further dense families, which tests/models/test_families.py tests. Where some layers see a
+# window alone, the first one does.
+SLIDES = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+FURTHER = {
+    "arcee": (transformers.ArceeConfig, {}),
+    "cohere": (transformers.CohereConfig, {"use_qk_norm": True, "logit_scale": 1.0}),
+    "cohere2": (transformers.Cohere2Config, {"logit_scale": 1.0, **SLIDES}),
+    "cwm": (transformers.CwmConfig, {"head_dim": 32, "bos_token_id": 258, **SLIDES}),
+    "ernie4_5": (transformers.Ernie4_5Config, {"head_dim": 32}),
+    "exaone4": (transformers.Exaone4Config, {"sliding_window_pattern": "LG", **SLIDES}),
+    "gemma": (transformers.GemmaConfig, {"head_dim": 32}),
+    "glm": (transformers.GlmConfig, {"head_dim": 32}),
+    "glm4": (transformers.Glm4Config, {"head_dim": 32}),
+    "granite": (
+        transformers.GraniteConfig,
+        {"residual_multiplier": 0.5, "embedding_multiplier": 3.0, "logits_scaling": 2.0, "attention_multiplier": 0.1},
+    ),
+    "hunyuan_v1_dense": (transformers.HunYuanDenseV1Config, {"head_dim": 32}),
+    "ministral": (transformers.MinistralConfig, {"head_dim": 32, **SLIDES}),
+    "ministral3": (transformers.Ministral3Config, {"head_dim": 32}),
+    "olmo": (transformers.OlmoConfig, {}),
+    "olmo2": (transformers.Olmo2Config, {}),
+    "olmo3": (transformers.Olmo3Config, SLIDES),
+    "seed_oss": (transformers.SeedOssConfig, {"head_dim": 32, "attention_dropout": 0.0, "residual_dropout": 0.0}),
+    "smollm3": (transformers.SmolLM3Config, {"no_rope_layer_interval": 2}),
+    "starcoder2": (transformers.Starcoder2Config, {"use_bias": True, "sliding_window": 8}),
+}
+# Ministral 3 scales queries by their place, in steps of 16384 tokens; here of 16
+SCALED = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 128.0, "original_max_position_embeddings": 16}
+SCALED |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
 # family -> its norms before attention and before the MLP, where they have other names than Llama's
 NORMS = dict.fromkeys(("gemma2", "gemma3"), ("input_layernorm", "pre_feedforward_layernorm"))
 # As `FAMILIES`, for mixtures of experts. GLM-4's first layer is dense. In Qwen2's and GLM-4's, tokens share an expert.
@@ -121,31 +164,16 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 def tiny_model(
     family: str = "qwen3", tied: bool = True, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides
 ) -> PreTrainedModel:
-    """A causal LM of `family` (a key of `FAMILIES`, `MIXTURES` or `HYBRIDS`), in eval mode; the global random state is
-    unchanged.
+    """A causal LM of `family` (a key of a table above), in eval mode; the global random state is unchanged.
 
     The weights are drawn in float32 and cast, so one seed gives the same model, rounded, in each dtype. `overrides`
     are settings of the family's config, such as `hidden_size=96` or `num_hidden_layers=1`.
     """
-    known = FAMILIES | MIXTURES | HYBRIDS
+    known = FAMILIES | FURTHER | MIXTURES | HYBRIDS
     if family not in known:
         raise ValueError(f"family {family!r} is unknown; allowed are {sorted(known)}")
     config_class, specific = known[family]
-    settings = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 2048,
-        "initializer_range": 0.1,
-        "tie_word_embeddings": tied,
-        "bos_token_id": None,
-        "eos_token_id": 257,
-        "pad_token_id": 256,
-    }
-    config = config_class(**settings | specific | overrides)
+    config = config_class(**SIZES | {"tie_word_embeddings": tied} | specific | overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -30,9 +30,11 @@ from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 
 from trl_quant.models.families import GATES, HEAD, ROUTERS
+from trl_quant.models.linears import unquantized_linears
 from trl_quant.precisions import PRECISIONS
 from trl_quant.rollout import VLLMEngine
 from trl_quant.rollout.verify.self_check import Reference, check_sequences, mean_difference
+from trl_quant.rollout.vllm.own_class import keeping_classes, take_subclasses
 from trl_quant.storage.layout import quantize_checkpoint
 
 
@@ -161,7 +163,9 @@ def fresh(model, precision: str, path, prepared: bool = False, device: str = "cp
         model.save_pretrained(path)
         tiny_tokenizer().save_pretrained(path)
         if quantized != path and not quantized.exists():
-            quantize_checkpoint(path, quantized, precision, [*HEAD, ROUTERS, GATES], device=device)
+            quantize_checkpoint(
+                path, quantized, precision, [*HEAD, *unquantized_linears(model), ROUTERS, GATES], device=device
+            )
     if ranks:
         torch.distributed.barrier()
     settings = {
@@ -173,7 +177,9 @@ def fresh(model, precision: str, path, prepared: bool = False, device: str = "cp
         "gpu_memory_utilization": MEMORY,
         **SMALL,
     }
-    llm = LLM(str(quantized), **settings | options)
+    with keeping_classes(model) as changed:
+        llm = LLM(str(quantized), **settings | options)
+    llm.apply_model(functools.partial(take_subclasses, changed=changed))
     _alive.append(llm)
     return llm
 

@@ -278,8 +278,8 @@ def test_what_would_move_bits_is_refused(tmp_path, change, message):
     [
         (None, "qwen3", {"head_dim": 128}, "compute capability 9.0.*a CPU"),
         ((8, 0), "qwen3", {"head_dim": 128}, "compute capability 8.0"),
-        ((9, 0), "gemma3", {"head_dim": 128}, "layers of gemma3_text"),
-        ((9, 0), "falcon_h1", {"head_dim": 128}, "layers of falcon_h1"),
+        ((9, 0), "gemma3", {"head_dim": 128}, "not of gemma3_text"),
+        ((9, 0), "falcon_h1", {"head_dim": 128}, "not of falcon_h1"),
         ((9, 0), "qwen2", {}, "heads of 128.*have 32"),
         ((9, 0), "qwen3", {"head_dim": 128, "attention_dropout": 0.1}, "attention_dropout.=0.1"),
         ((9, 0), "qwen3", {"head_dim": 128}, None),

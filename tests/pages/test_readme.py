@@ -15,7 +15,7 @@ import torch
 import training
 from accelerate.commands.launch import launch_command_parser
 from pages import MANUAL, README, ROOT, TEXTS, blocks, called, commands, inline
-from tiny import save_tiny
+from tiny import FAMILIES, save_tiny
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig
 
@@ -33,6 +33,7 @@ from trl_quant import (
 from trl_quant.cli import COMMANDS, prepare, train
 from trl_quant.corrections import CORRECTIONS
 from trl_quant.models.families import families_with
+from trl_quant.models.page import dense_families
 from trl_quant.noise import SCHEDULES
 from trl_quant.precisions import PRECISIONS
 from trl_quant.rollout.vllm.support import VLLM_VERSIONS
@@ -192,10 +193,6 @@ def config_fields() -> set[str]:
     }
 
 
-def dense_families() -> set[str]:
-    return {*families_with("feeds")} - {*families_with("mixture")} - {*families_with("recurrent")}
-
-
 def known_names() -> set[str]:
     of_tasks = {*tasks.__all__, *tasks.REWARDS, *NAMED_DATA}
     of_config = config_fields() | {*PRECISIONS, *CORRECTIONS, *SCHEDULES, *families_with("feeds")}
@@ -260,8 +257,8 @@ def test_what_is_said_of_versions():
     assert f"Python {setup['options']['python_requires'].removeprefix('>=')} or newer" in README
     extras = re.findall(r"trl_quant\[(\w+)\]", MANUAL)
     assert extras and set(extras) <= set(setup["options.extras_require"])
-    families = re.search(r"Families tested: ([\w, ]+)\.", TEXTS["docs/limits.md"])[1].split(", ")
-    assert set(families) == {name.removesuffix("_text") for name in dense_families()}
+    families = re.search(r"On GPUs these were run: ([\w, ]+)\.", TEXTS["docs/limits.md"])[1].split(", ")
+    assert set(families) == {*FAMILIES}
 
 
 # What works with what
@@ -309,11 +306,8 @@ def test_what_works_with_what():
 
 
 def test_models_that_are_named():
-    table = README.partition("| model | `rollout_precision` |")[2].partition("\n\n")[0]
-    (first,) = [row for row in table.splitlines() if row.endswith("| yes, tested | yes |")]
-    names = first.strip("| ").partition(" | ")[0].replace("Gemma 2 and 3", "Gemma 2, Gemma 3").split(", ")
-    known = {name.removesuffix("_text").replace("_", "") for name in dense_families()}
-    assert {re.sub(r"[\W_]", "", name).lower() for name in names} == known
+    (known,) = {int(number) for text in TEXTS.values() for number in re.findall(r"\[(\d+) dense families\]", text)}
+    assert f"[{known} dense families](docs/models.md)" in README and known == len(dense_families())
 
 
 def test_mixtures_that_are_named():

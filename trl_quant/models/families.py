@@ -6,16 +6,18 @@ these classes; a family without them trains with its own classes, which give the
     RMSNorm(x) = w * x / rms(x)
     MLP(x) = down_proj(act_fn(gate_proj(x)) * up_proj(x))
 
-Two RMSNorms of each decoder layer feed only linear layers: one feeds q, k and v, the other gate and up. In a mixture of
+Two norms of each decoder layer feed only linear layers: one feeds q, k and v, the other gate and up. In a mixture of
 experts, the other feeds the router, gate and up of each expert, and those of a shared expert with the gate that weighs
-it. A factor on such a norm's gain scales the inputs of those layers, and nothing else. Noise (AQN), scaling (UAQ) and
-the exact kernels need a family whose feeding norms are known:
+it. In Cohere's layers one norm feeds all five. A factor on such a norm's gain scales the inputs of those layers, and
+nothing else. Noise (AQN) and scaling (UAQ) need a family whose feeding norms are known:
 
     RMSNorm_w(x) = w * x / rms(x)            the weight is the gain            (Llama, Qwen2, Qwen3, Mistral, Phi-3)
-    RMSNorm_w(x) = (1 + w) * x / rms(x)      the weight is the gain minus one  (Gemma 2, Gemma 3)
+    RMSNorm_w(x) = (1 + w) * x / rms(x)      the weight is the gain minus one  (Gemma, Gemma 2, Gemma 3)
+    LayerNorm_w(x) = w * (x - m) / std(x)    without a bias, which a factor on w would leave  (Cohere, Cohere 2)
 
-Gemma also normalizes the outputs of attention and MLP (sandwich norms). Those norms feed the residual stream, so
-Gemma's `post_attention_layernorm` must not be touched; its `pre_feedforward_layernorm` feeds the MLP.
+Gemma and GLM-4 also normalize the outputs of attention and MLP (sandwich norms). Those norms feed the residual stream,
+so Gemma's `post_attention_layernorm` must not be touched; its `pre_feedforward_layernorm` feeds the MLP. OLMo 2, OLMo 3
+and EXAONE 4 have no other norms but those.
 
 Hybrids carry a state from token to token, in some of their layers or in a part of each: Qwen3.5 and Qwen3-Next by the
 gated delta rule, Falcon-H1 by a state-space model. One norm feeds all that reads a layer's input: q, k and v, or the
@@ -48,6 +50,10 @@ class Family(NamedTuple):
         packs (`bool`): Whether its attention is known to compute packed rows.
         recurrent (`bool`):
             Whether it is a hybrid: a state passes from token to token, in some layers or in a part of each.
+        pads (`bool`):
+            Whether a padded row is known to compute what the row does alone. It does not where attention depends on
+            the place of a token and not on distances alone: transformers counts places from the padding on.
+        exact (`bool`): Whether its forward pass is known to have the bits of vLLM's ([`~policy.exact`]).
         both_ways (`bool`): Whether its attention is known to follow `is_causal=False` in a config.
         mixture (`bool`):
             Whether it is a mixture of experts that the embedded engine samples from: gated MLPs without biases, in
@@ -60,6 +66,10 @@ class Family(NamedTuple):
             decoder layer: what replaces or wraps such a module would not act.
         norm (`str` or `None`): transformers' class of its RMSNorm; `None` if it computes another function than Llama's.
         mlp (`str` or `None`): transformers' class of its MLP; `None` if it computes another function than Llama's.
+        vllm (`str` or `None`):
+            What vLLM 0.31 was seen to run it with: a class of vLLM's `"own"`, or `"transformers"`' class. vLLM runs the
+            other families with transformers' class too, where `vllm_model_impl` asks for that.
+        wider_in_vllm (`int`): Tokens that vLLM's layers with a window see beyond those that transformers' see.
     """
 
     feeds: dict[str, tuple[str, ...]] = {}
@@ -67,24 +77,37 @@ class Family(NamedTuple):
     fused: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
     packs: bool = False
     recurrent: bool = False
+    pads: bool = True
+    exact: bool = False
     both_ways: bool = False
     mixture: bool = False
     scores: str | None = None
     read: tuple[str, ...] = ()
     norm: str | None = None
     mlp: str | None = None
+    vllm: str | None = None
+    wider_in_vllm: int = 0
 
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+_OWN, _TRANSFORMERS = {"vllm": "own"}, {"vllm": "transformers"}
 _ATTENDS = {"packs": True, "both_ways": True}
-_PRE_NORM = {"feeds": {"input_layernorm": _QKV, "post_attention_layernorm": _GATE_UP}, **_ATTENDS}
+_FEEDS = {"input_layernorm": _QKV, "post_attention_layernorm": _GATE_UP}
+_PRE_NORM = {"feeds": _FEEDS, **_ATTENDS}
 _SANDWICH = {"feeds": {"input_layernorm": _QKV, "pre_feedforward_layernorm": _GATE_UP}, "offset": True, **_ATTENDS}
 _JOINED = {
     "feeds": {"input_layernorm": ("self_attn.qkv_proj",), "post_attention_layernorm": ("mlp.gate_up_proj",)},
     "fused": (),
     **_ATTENDS,
 }
+_JOINS_MLP = {
+    "feeds": {"input_layernorm": _QKV, "post_attention_layernorm": ("mlp.gate_up_proj",)},
+    "fused": (("q_proj", "k_proj", "v_proj"),),
+    **_ATTENDS,
+}
+_UNGATED = {**_JOINS_MLP, "feeds": {"input_layernorm": _QKV, "post_attention_layernorm": ("mlp.up_proj",)}}
+_ONE_NORM = {"feeds": {"input_layernorm": (*_QKV, *_GATE_UP)}, **_ATTENDS}
 ROUTER_PLACE = "mlp.gate"
 _ROUTED = (ROUTER_PLACE, "mlp.experts.gate_up_proj")
 _SHARED = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "mlp.shared_expert_gate")
@@ -101,14 +124,41 @@ _DELTA = {"offset": True, "packs": True, "recurrent": True}
 
 # model_type of a transformers config -> its family. Classes are those of `transformers.models.X.modeling_X`.
 FAMILIES = {
-    "qwen2": Family(norm="Qwen2RMSNorm", mlp="Qwen2MLP", **_PRE_NORM),
-    "qwen3": Family(norm="Qwen3RMSNorm", mlp="Qwen3MLP", **_PRE_NORM),
-    "llama": Family(norm="LlamaRMSNorm", mlp="LlamaMLP", **_PRE_NORM),
-    "mistral": Family(norm="MistralRMSNorm", mlp="MistralMLP", **_PRE_NORM),
-    "phi3": Family(norm="Phi3RMSNorm", **_JOINED),
-    "gemma2": Family(**_SANDWICH),
-    "gemma3": Family(**_SANDWICH),
-    "gemma3_text": Family(**_SANDWICH),
+    "qwen2": Family(norm="Qwen2RMSNorm", mlp="Qwen2MLP", exact=True, **_PRE_NORM, **_OWN),
+    "qwen3": Family(norm="Qwen3RMSNorm", mlp="Qwen3MLP", exact=True, **_PRE_NORM, **_OWN),
+    "llama": Family(norm="LlamaRMSNorm", mlp="LlamaMLP", exact=True, **_PRE_NORM, **_OWN),
+    "mistral": Family(norm="MistralRMSNorm", mlp="MistralMLP", exact=True, **_PRE_NORM, **_OWN),
+    "phi3": Family(norm="Phi3RMSNorm", exact=True, **_JOINED, **_OWN),
+    "gemma2": Family(**_SANDWICH, **_OWN),
+    "gemma3": Family(**_SANDWICH, **_OWN),
+    "gemma3_text": Family(**_SANDWICH, **_OWN),
+    "arcee": Family(norm="ArceeRMSNorm", **_UNGATED, **_OWN),
+    "cohere": Family(**_ONE_NORM, **_OWN),
+    "cohere2": Family(wider_in_vllm=1, **_ONE_NORM, **_OWN),
+    "cwm": Family(norm="CwmRMSNorm", mlp="CwmMLP", **_PRE_NORM, **_OWN),
+    "ernie4_5": Family(norm="Ernie4_5RMSNorm", mlp="Ernie4_5MLP", **_PRE_NORM, **_OWN),
+    "exaone4": Family(norm="Exaone4RMSNorm", mlp="Exaone4MLP", **_ATTENDS, **_OWN),
+    "gemma": Family(offset=True, **_PRE_NORM, **_OWN),
+    "glm": Family(norm="GlmRMSNorm", **_JOINS_MLP, **_OWN),
+    "glm4": Family(norm="Glm4RMSNorm", **_JOINS_MLP, **_OWN),
+    "granite": Family(norm="GraniteRMSNorm", mlp="GraniteMLP", **_PRE_NORM, **_OWN),
+    # Normalizes queries and keys after their rotation, with a weight for each channel
+    "hunyuan_v1_dense": Family(
+        norm="HunYuanDenseV1RMSNorm",
+        mlp="HunYuanDenseV1MLP",
+        feeds=_FEEDS,
+        packs=True,
+        pads=False,
+        **_TRANSFORMERS,
+    ),
+    "ministral": Family(norm="MinistralRMSNorm", mlp="MinistralMLP", **_PRE_NORM),
+    "ministral3": Family(norm="Ministral3RMSNorm", mlp="Ministral3MLP", **_PRE_NORM, **_OWN),
+    "olmo": Family(mlp="OlmoMLP", **_ATTENDS, **_TRANSFORMERS),
+    "olmo2": Family(mlp="Olmo2MLP", **_ATTENDS, **_TRANSFORMERS),
+    "olmo3": Family(mlp="Olmo3MLP", **_ATTENDS, **_TRANSFORMERS),
+    "seed_oss": Family(norm="SeedOssRMSNorm", **_PRE_NORM, **_OWN),
+    "smollm3": Family(norm="SmolLM3RMSNorm", mlp="SmolLM3MLP", **_PRE_NORM, **_TRANSFORMERS),
+    "starcoder2": Family(**_UNGATED | {"feeds": {}}, **_TRANSFORMERS),
     # Mixtures of experts
     "qwen2_moe": Family(**_MIXTURE),
     "qwen3_moe": Family(**_MIXTURE),
@@ -133,23 +183,9 @@ FAMILIES = {
         read=("mamba.out_proj",),  # by mamba-ssm
     ),
     # Known by their classes alone
-    "arcee": Family(norm="ArceeRMSNorm"),
-    "cwm": Family(norm="CwmRMSNorm", mlp="CwmMLP"),
-    "ernie4_5": Family(norm="Ernie4_5RMSNorm", mlp="Ernie4_5MLP"),
-    "exaone4": Family(norm="Exaone4RMSNorm", mlp="Exaone4MLP"),
-    "glm": Family(norm="GlmRMSNorm"),
-    "glm4": Family(norm="Glm4RMSNorm"),
-    "granite": Family(norm="GraniteRMSNorm", mlp="GraniteMLP"),
-    "hunyuan_v1_dense": Family(norm="HunYuanDenseV1RMSNorm", mlp="HunYuanDenseV1MLP"),
-    "ministral": Family(norm="MinistralRMSNorm", mlp="MinistralMLP"),
-    "ministral3": Family(norm="Ministral3RMSNorm", mlp="Ministral3MLP"),
-    "olmo2": Family(mlp="Olmo2MLP"),
-    "olmo3": Family(mlp="Olmo3MLP"),
     "qwen2_vl": Family(norm="Qwen2VLRMSNorm", mlp="Qwen2MLP"),
     "qwen2_5_vl": Family(norm="Qwen2_5_VLRMSNorm", mlp="Qwen2MLP"),
     "qwen3_vl": Family(norm="Qwen3VLTextRMSNorm", mlp="Qwen3VLTextMLP"),
-    "seed_oss": Family(norm="SeedOssRMSNorm"),
-    "smollm3": Family(norm="SmolLM3RMSNorm", mlp="SmolLM3MLP"),
 }
 
 # The tensors of a checkpoint are known by their names alone, so the groups of all families act together.
@@ -173,6 +209,11 @@ HEAD = ("lm_head",)  # the output layer of a language model
 def families_with(trait: str) -> list[str]:
     """Returns the model types of the families that have a trait, such as `"packs"` or known `"feeds"`."""
     return [model_type for model_type, family in FAMILIES.items() if getattr(family, trait)]
+
+
+def is_tested(config) -> bool:
+    """Whether a model of transformers, by its config, is of a family in the table."""
+    return not FAMILIES.keys().isdisjoint({config.model_type, config.get_text_config().model_type})
 
 
 def family_of(model_type: str) -> Family:

@@ -117,8 +117,10 @@ def places_of_modules(layers: dict[str, LinearLayer]) -> list[str]:
 
 
 def unquantized_linears(model: nn.Module, head: bool = True) -> list[str]:
-    """Returns the names of the linear layers of a model that keep their type: routers, gates of linear attention, those
-    of a vision tower, and the head.
+    """
+    Returns the names of the layers of a model that keep their type though their weight is a matrix: routers, gates of
+    linear attention, linear layers of a vision tower, norms with a gain for each head (Cohere's), and the head.
+    Embeddings are known by name.
 
     Args:
         model (`nn.Module`): A model of transformers.
@@ -128,15 +130,23 @@ def unquantized_linears(model: nn.Module, head: bool = True) -> list[str]:
     left_out = set() if head else set(_head_modules(model))
     names = []
     for place, module in model.named_modules():
-        if not isinstance(module, nn.Linear) or place in quantized or module in left_out or _is_adapters(place):
+        if place in quantized or module in left_out or _is_adapters(place):
             continue
-        names.append(clean_name(place))
+        if isinstance(module, nn.Linear) or _is_matrix(module):
+            names.append(clean_name(place))
     return list(dict.fromkeys(names))
 
 
 def gates_of(model: nn.Module) -> list[str]:
     """Returns the names of the linear layers of a model that are gates of linear attention."""
     return [name for name in unquantized_linears(model) if GATE.fullmatch(f"{name}.weight")]
+
+
+def _is_matrix(module: nn.Module) -> bool:
+    """Whether a module that is neither a linear layer nor an embedding has a matrix of its own as its weight."""
+    weight = module._parameters.get("weight")
+    shape = () if weight is None else tuple(getattr(weight, "ds_shape", weight.shape))
+    return len(shape) == 2 and not isinstance(module, nn.Embedding)
 
 
 def _head_modules(model: nn.Module) -> list[nn.Module]:

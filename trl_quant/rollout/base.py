@@ -13,6 +13,7 @@ ranks must do together happens once, before the first turn:
                                     # on exit the engine sleeps, if sleep mode is on
 """
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
@@ -23,6 +24,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from ..formats import QuantizedTensor
+from ..models.families import is_tested
 from ..models.linears import sampled_linears
 from ..models.routers import routers
 from ..noise import noised_norms, norm_noise
@@ -38,6 +40,9 @@ from .sampling_options import breaks_when_continued
 from .settings import divided
 from .tokenizer import check_tokenizer, id_list
 from .weights import PolicyWeights
+
+
+logger = logging.getLogger(__name__)
 
 
 class RolloutEngine:
@@ -152,6 +157,11 @@ class RolloutEngine:
         """The tokens that end a completion: the tokenizer's, if it has one, and those that the model declares."""
         declared = id_list(self.model.generation_config.eos_token_id)
         return list(dict.fromkeys([*id_list(self.tokenizer.eos_token_id), *declared]))
+
+    @property
+    def needs_first_check(self) -> bool:
+        """Whether the policy is of no family in the table ([`~models.families`]), and the engine not checked yet."""
+        return not self._checked_functions and not is_tested(self.weights.base_model.config)
 
     # Methods that a subclass implements
 
@@ -301,7 +311,18 @@ class RolloutEngine:
         return first_change(self._checked_functions[-1], function_of(self.weights.model))
 
     def mark_checked(self) -> None:
-        """Records that the engine was found to compute the policy's function as it is now, and as it was before."""
+        """
+        Records that the engine was found to compute the policy's function as it is now, and as it was before. The first
+        time it says what was not tested of a family outside the table.
+        """
+        if self.needs_first_check and self.accelerator.is_main_process:
+            logger.warning(
+                "`model_type`=%r is not among the families that docs/models.md lists. The %s engine computes what the "
+                "policy does; adapters, saved and resumed runs and further syncs were not tried in this family, and "
+                "noise, UAQ, packed rows, `train_precision` and `exact_rollouts` are refused.",
+                self.weights.base_model.config.model_type,
+                self.precision,
+            )
         self._checked_functions = [*self._checked_functions[-3:], function_of(self.weights.model)]
 
     def mark_current(self, sent: Fingerprint | None = None) -> None:

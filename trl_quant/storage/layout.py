@@ -197,6 +197,7 @@ def checkpoint_stream(
     ignore: Iterable[str] = HEAD,
     quantizer: Callable[..., QuantizedTensor] = quantize,
     shared_scale: Callable[..., Tensor] = global_scale,
+    siblings: Callable[[str], tuple[str, ...]] = fused_with,
 ) -> Iterator[tuple[str, Tensor]]:
     """
     Quantizes the weights of linear layers in a stream of `(name, tensor)`, one at a time and in the stream's order.
@@ -212,12 +213,13 @@ def checkpoint_stream(
         ignore (`Iterable[str]`, *optional*): As in [`is_quantizable`].
         quantizer (`Callable`, *optional*): [`quantize`] or a function with its signature.
         shared_scale (`Callable`, *optional*): [`global_scale`] or a function with its signature, for nvfp4.
+        siblings (`Callable`, *optional*): As in [`FusedGroups`].
 
     Raises:
         ValueError: As in [`quantize`] and [`checkpoint_tensors`], with the tensor's name.
     """
     shares_scale = _layout(format).shares_scale
-    ignore, groups = tuple(ignore), FusedGroups()
+    ignore, groups = tuple(ignore), FusedGroups(siblings)
 
     def stored(weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         shared = {"global_scale": shared_scale(*weights.values())} if shares_scale and weights else {}

@@ -3,7 +3,7 @@
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 
-from ...models.families import families_with
+from ...models.families import families_with, is_tested
 from ...policy.masked import is_bidirectional
 from ...precisions import in_vllm
 from ...rollout.sampling_options import (
@@ -65,6 +65,12 @@ def _why_not_generating(run: Given) -> str | None:
 def _is_known_mixture(run: Given) -> bool:
     """Whether the embedded engine computes the policy's experts."""
     return run.config.model_type in families_with("mixture")
+
+
+def _is_divided(run: Given) -> bool:
+    """Whether no rank holds the whole policy."""
+    plugin = run.args.deepspeed_plugin
+    return run.args.fsdp_version is not None or (plugin is not None and plugin.zero_stage == 3)
 
 
 def _is_partial(run: Given) -> bool:
@@ -216,6 +222,14 @@ RULES = (
         message="`rollout_precision`={args.rollout_precision!r}, but the policy is a mixture of {found} experts, and "
         f"engines here know the experts of {', '.join(families_with('mixture'))} alone. Leave `rollout_precision` "
         "unset: TRL generates.",
+        needs="model",
+    ),
+    Rule(
+        ("rollout_precision", "use_vllm"),
+        when=lambda run: _samples_without_vllm(run) and _is_divided(run) and not is_tested(run.config),
+        message="`rollout_precision`={args.rollout_precision!r} with `use_vllm=False`: `model_type`="
+        "{run.config.model_type!r} is not among the families that docs/models.md lists, and the embedded engine cannot "
+        "compare itself with a policy that the ranks divide. Set `use_vllm=True`, or train with DDP or ZeRO-2.",
         needs="model",
     ),
     Rule(

@@ -1,7 +1,7 @@
 """Rules of what is trained: its precision, its sharding, its reference model, and the scale of UAQ."""
 
 from ...formats import FORMATS
-from ...models.families import FAMILIES, families_with, family_of
+from ...models.families import FAMILIES, families_with, family_of, is_tested
 from ...models.linears import linears
 from ...precisions import PRECISIONS, experts_flows, frozen_bases, qat_precisions, unified_flows
 from ...storage.layout import check_groups, misread_experts
@@ -31,6 +31,16 @@ def _sharded_bases(run: Given) -> str | None:
 def _is_zero3(run: Given) -> bool:
     plugin = run.args.deepspeed_plugin
     return plugin is not None and plugin.zero_stage == 3
+
+
+def _pads_otherwise(run: Given) -> str | None:
+    """Returns the policy's family, if a padded row of it is not what the row is alone, and rows are padded."""
+    model_type = run.config.get_text_config().model_type
+    family = FAMILIES.get(model_type)
+    if family is None or family.pads:
+        return None
+    is_packed = run.args.pack_sequences is not False and not why_not_packed(run.args, run.config, run.processing_class)
+    return None if is_packed else model_type
 
 
 def _bits(run: Given) -> str:
@@ -217,12 +227,28 @@ RULES = (
         needs="model",
     ),
     Rule(
+        ("train_precision",),
+        when=lambda run: run.args.train_precision is not None and not is_tested(run.config),
+        message="`train_precision`={args.train_precision!r}: `model_type`={run.config.model_type!r} is not among the "
+        "families that were trained so, which docs/models.md lists. Leave it unset: `rollout_precision` samples from "
+        "any decoder in which the check of the first sync finds no fault.",
+        needs="model",
+    ),
+    Rule(
+        ("pack_sequences", "rollout_precision"),
+        when=lambda run: run.spec.sampler is not None and _pads_otherwise(run),
+        message="`rollout_precision`={args.rollout_precision!r} with `pack_sequences`={args.pack_sequences!r}: the "
+        "queries and keys of {found} depend on a token's place, which padding on its left shifts, and the sampler has "
+        "no padding. Train packed rows.",
+        needs="model",
+    ),
+    Rule(
         ("noise_schedule", "uaq_scale"),
         when=lambda run: (
             (run.args.noise_schedule is not None or run.args.uaq_scale is not None)
             and refusal(family_of, run.config.get_text_config().model_type)
         ),
-        message="{found}",
+        message="`noise_schedule`={args.noise_schedule!r} and `uaq_scale`={args.uaq_scale!r}: {found}",
         needs="model",
     ),
     Rule(

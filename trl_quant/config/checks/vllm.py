@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from transformers import AutoConfig
 
 from ...models.architecture import differences
+from ...models.families import FAMILIES
 from ...models.positions import LONGROPE, switching, why_vllm_differs
 from ...precisions import in_vllm
 from ...reading import reading
@@ -103,6 +104,15 @@ def _other_positions(run: Given) -> tuple[str, str] | None:
     if found.rope_type in LONGROPE and run.args.vllm_model_impl != "transformers":
         cure = "Make the two factors equal in the model's config.json"
     return why, cure
+
+
+def _wider_window(run: Given) -> int | None:
+    """Returns the policy's window, if vLLM's is another one and a row can be longer."""
+    config, context = run.config.get_text_config(), run.args.vllm_max_model_length
+    family, window = FAMILIES.get(config.model_type), getattr(config, "sliding_window", None)
+    if family is None or not family.wider_in_vllm or window is None or "sliding_attention" not in config.layer_types:
+        return None
+    return window if context is None or context > window else None
 
 
 def _names_start(run: Given) -> bool:
@@ -263,6 +273,14 @@ RULES = (
         when=lambda run: _samples_here(run) and _other_positions(run),
         message="`vllm_max_model_length`={args.vllm_max_model_length}: {found[0]}. {found[1]}, sample with "
         "`use_vllm=False`, or leave `rollout_precision` unset.",
+        needs="model",
+    ),
+    Rule(
+        ("vllm_max_model_length",),
+        when=lambda run: _samples_here(run) and _wider_window(run),
+        message="`vllm_max_model_length`={args.vllm_max_model_length}: some of the policy's layers see {found} tokens, "
+        "and vLLM's, since 0.31 at the latest, one more. Set `vllm_max_model_length` to {found} or less, or sample "
+        "with `use_vllm=False`.",
         needs="model",
     ),
     Rule(

@@ -339,7 +339,9 @@ class Reference:
         shares_scale = PRECISIONS[engine.precision].vllm.fused_scale
         stand_ins = {}
         for place, layer in layers.items():
-            fused = layer.fused if shares_scale else (layer.name,)
+            fused = (layer.name,)
+            if shares_scale:
+                fused = tuple(name for name in engine.fused_in_engine(layer.name) if name in named)
             group = [named[name] if merged else base_layer(named[name]) for name in fused]
             stand_in = EngineLayer(engine, group, fused.index(layer.name), rounding)
             keeps_adapter = adapted and not merged and isinstance(named[layer.name], BaseTunerLayer)

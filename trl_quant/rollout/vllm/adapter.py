@@ -98,6 +98,20 @@ def places(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[LinearBase
     return {name: _place(own, layers, fused) for name, own in names_in_vllm(model, names)}
 
 
+def fused_layers(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """
+    Returns, for each of the policy's linear layers, those that vLLM computes as one matrix with it, itself included, in
+    the order of that matrix. This depends on vLLM's version: see `Family.fused` for what its own classes do.
+    """
+    groups: dict[LinearBase, list[tuple[int, str]]] = defaultdict(list)
+    for name, place in places(model, names).items():
+        if place is not None:
+            layer, parts = place
+            groups[layer].append((parts.start, name))
+    joined = (tuple(name for _, name in sorted(group)) for group in groups.values())
+    return {name: group for group in joined for name in group}
+
+
 def names_in_vllm(model: nn.Module | type | None, names: Iterable[str]) -> Iterator[tuple[str, str]]:
     """
     Yields pairs of the policy's name and vLLM's name of a module, before vLLM fuses q, k and v or gate and up.

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from ...formats import QuantizedTensor
 from ...models.families import EXPERT_PARTS, ROUTERS, number_of_experts
-from ...models.linears import sampled_linears, sent_with, unquantized_linears
+from ...models.linears import fused_with, sampled_linears, sent_with, unquantized_linears
 from ...precisions import PRECISIONS
 from ...run_spec import EngineSpec
 from ...storage.experts import NamesOnDisk
@@ -49,6 +49,9 @@ class VLLMBase(RolloutEngine):
         travels_quantized (`bool`): Whether a sync sends codes and scales instead of BF16 weights.
         names_on_disk ([`~storage.experts.NamesOnDisk`]): Names the policy's experts as a checkpoint does.
         quantizers (`dict`): The functions that quantize on the engine's device; see [`~storage.layout.quantizers_on`].
+        fused (`dict[str, tuple[str, ...]]`):
+            Name of a linear layer -> those that the engine computes as one matrix with it, as the engine says; empty
+            for a server, where the table of families says it.
         streaming (`str`): The tensor that a sync is sending, for error messages.
         stale_cache (`bool`): Whether the prefix cache still holds blocks from before the last sync.
         last_check (`dict` or `None`): Results of the last full self-check.
@@ -70,6 +73,7 @@ class VLLMBase(RolloutEngine):
         self.has_experts = number_of_experts(self.weights.base_model.config.to_dict()) > 1
         self.travels_quantized = False
         self.quantizers: dict = {}
+        self.fused: dict[str, tuple[str, ...]] = {}
         self.names_on_disk = NamesOnDisk(self.weights.base_model)
         self.streaming = "the first tensor"
         self.stale_cache = False
@@ -265,13 +269,17 @@ class VLLMBase(RolloutEngine):
         """Streams weights in the engine's quantized layout. A policy that trains in it provides codes and scales."""
         format = PRECISIONS[self.precision].format
         if not self.weights.unified(self.precision):
-            yield from checkpoint_stream(weights, format, self.ignore, **quantizers)
+            yield from checkpoint_stream(weights, format, self.ignore, siblings=self.fused_in_engine, **quantizers)
             return
         for name, tensor in self.quantized_as_trained(weights):
             if isinstance(tensor, QuantizedTensor):
                 yield from checkpoint_tensors(name, tensor).items()
             else:
                 yield from checkpoint_stream([(name, tensor)], format, self.ignore, **quantizers)
+
+    def fused_in_engine(self, name: str) -> tuple[str, ...]:
+        """Returns the names of the layers that the engine computes as one matrix with the policy's layer `name`."""
+        return self.fused.get(name) or fused_with(name)
 
     def _flagged(self, stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """
@@ -402,8 +410,8 @@ class VLLMBase(RolloutEngine):
             is_due = self.syncs_to_check == 0 or self.function_changed()
             if is_due or woken:
                 self.check_sync(quick=not is_due)
-        elif self.drafts is not None and not self.has_checked_drafts:  # this check cannot be switched off
-            self.check_sync()
+        elif self.needs_first_check or (self.drafts is not None and not self.has_checked_drafts):
+            self.check_sync()  # it cannot be switched off
         self.lay_noise(self.noise)
 
     def take_metrics(self) -> dict[str, float]:

@@ -121,11 +121,13 @@ class VLLMEngine(VLLMBase):
         from vllm import LLM
 
         from . import (
+            adapter,
             experts,
             kernel_checks,
             lifetime,
             loading,  # noqa: F401, registers a loader
             one_copy,
+            own_class,
             progress,
             repairs,
         )
@@ -134,16 +136,19 @@ class VLLMEngine(VLLMBase):
         arguments = self._start_arguments() | self._llm_arguments()
         try:
             told = progress.starting(FASTER_START if self.on_cpu and not arguments.get("enforce_eager") else "")
-            with one_copy.lending(self._base_to_share()), told:
+            classes = own_class.keeping_classes(self.weights.base_model)
+            with one_copy.lending(self._base_to_share()), told, classes as changed:
                 self.llm = lifetime.start_on_a_free_port(partial(LLM, **arguments), self.accelerator)
         except (RuntimeError, ValueError, MemoryError) as error:
             raise lifetime.start_error(error, self.precision, self.model.name_or_path) from error
         lifetime.ends_with(self, self.llm)
+        self.llm.apply_model(partial(own_class.take_subclasses, changed=changed))
 
         found = sampled_linears(self.weights.base_model).values()
         layers = [layer.name for layer in found if not layer.holds_experts]
         (kernels,) = self.llm.apply_model(partial(kernel_checks.check_kernels, precision=self.precision, layers=layers))
         logger.info("vLLM samples in %s: %s.", self.precision, kernels)
+        (self.fused,) = self.llm.apply_model(partial(adapter.fused_layers, names=layers))
         biased = [name.removesuffix(".bias") for name in self.weights.parameters() if name.endswith(".bias")]
         self.llm.apply_model(partial(kernel_checks.check_biases, layers=biased))
         self.llm.apply_model(partial(experts.check_experts, precision=self.precision))

@@ -47,6 +47,11 @@ LASTING_IN_VLLM = {
         "the engine",
         "tests/rollout/vllm/test_one_copy.py::test_one_memory",
     ),
+    ("rollout/vllm/own_class.py", "__class__"): (
+        "the parts of vLLM's model that are transformers'",
+        "the engine",
+        "tests/rollout/vllm/test_vllm_families.py::test_live_equals_fresh",
+    ),
     ("rollout/vllm/transfer.py", "register_engine"): (
         "vLLM's table of weight transfers",
         "the server's worker",

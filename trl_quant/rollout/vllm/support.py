@@ -17,7 +17,7 @@ from ...formats import FORMATS
 from ...formats.fp8 import BLOCK
 from ...layers.products import follow_int8
 from ...layers.quantizers import follow_groups
-from ...models.families import GATES, family_of
+from ...models.families import GATES, families_with
 from ...models.linears import gates_of, sampled_linears, unquantized_linears
 from ...models.names import clean_name
 from ...models.routers import routers
@@ -373,8 +373,12 @@ def check_exact(config: PreTrainedConfig) -> None:
             f"`exact_rollouts`=True needs FlashAttention 3, on Hopper (compute capability 9.0), not {found}."
         )
     model_type = config.get_text_config().model_type
-    if family_of(model_type).offset or family_of(model_type).recurrent:
-        raise ValueError(f"`exact_rollouts`=True does not know the layers of {model_type}. Leave it at False.")
+    known = families_with("exact")
+    if model_type not in known:
+        raise ValueError(
+            f"`exact_rollouts`=True knows the computation of {', '.join(known)}, not of {model_type}. Leave it "
+            "at False."
+        )
     dropout = getattr(config.get_text_config(), "attention_dropout", 0)
     if dropout:
         raise ValueError(f"`exact_rollouts`=True needs a model without dropout; it has `attention_dropout`={dropout}.")

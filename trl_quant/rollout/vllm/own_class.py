@@ -1,0 +1,49 @@
+"""
+Keeps the policy's classes as they are when vLLM starts in the trainer's process.
+
+vLLM runs families that it has no model for, and all with `model_impl="transformers"`, with transformers' own classes.
+It makes the decoder's class one that it compiles, with another base, `__init__` and `__call__`. In one process that is
+the policy's class too, and a policy has nothing of what this `__call__` reads. Here vLLM's model gets a subclass with
+vLLM's changes, and the class itself gets back what it had.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+from transformers import PreTrainedModel
+
+
+@contextmanager
+def keeping_classes(policy: nn.Module) -> Iterator[dict[type, type]]:
+    """
+    Context in which vLLM starts. On exit the classes of the policy's models have their bases and attributes back.
+
+    Yields:
+        `dict[type, type]`: Class that vLLM changed -> subclass with vLLM's changes. It is filled on exit.
+    """
+    classes = {type(module) for module in policy.modules() if isinstance(module, PreTrainedModel)}
+    before = {cls: (cls.__bases__, dict(vars(cls))) for cls in classes}
+    changed: dict[type, type] = {}
+    try:
+        yield changed
+    finally:
+        for cls, (bases, attributes) in before.items():
+            added = tuple(base for base in cls.__bases__ if base not in bases)
+            replaced = {name: value for name, value in vars(cls).items() if value is not attributes.get(name)}
+            if not added:
+                continue
+            cls.__bases__ = bases
+            for name in replaced:
+                if name in attributes:
+                    setattr(cls, name, attributes[name])
+                else:
+                    delattr(cls, name)
+            changed[cls] = type(cls.__name__, (cls, *added), replaced | {"__module__": cls.__module__})
+
+
+def take_subclasses(model: nn.Module, changed: dict[type, type]) -> None:
+    """Gives the parts of vLLM's model the subclasses of [`keeping_classes`]."""
+    for module in model.modules():
+        if type(module) in changed:
+            module.__class__ = changed[type(module)]
