@@ -56,7 +56,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.layers import FrozenLinear
-from trl_quant.models.linears import dense_linears
+from trl_quant.models.linears import linears
 from trl_quant.precisions import bitsandbytes_bases, frozen_bases
 from trl_quant.trl_seams import llm_with
 
@@ -78,7 +78,7 @@ def packed_policy(directory: str, precision: str, words: list[int]):
     dtype = torch.bfloat16
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=dtype)
-        for place, layer in dense_linears(model).items():
+        for place, layer in linears(model).items():
             outputs, inputs = layer.shape
             has_bias = model.get_submodule(place).bias is not None
             model.set_submodule(place, FrozenLinear(inputs, outputs, has_bias, precision, dtype))

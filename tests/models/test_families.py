@@ -11,7 +11,7 @@ from training import parameters, trainer_for
 
 from trl_quant.models import page
 from trl_quant.models.families import FAMILIES as TABLE
-from trl_quant.models.linears import dense_linears, is_quantizable, unquantized_linears
+from trl_quant.models.linears import is_quantizable, linears, unquantized_linears
 from trl_quant.models.norms import feeding_norms
 from trl_quant.policy.frozen import freeze
 from trl_quant.policy.packed import PackedRows, accept_packed_rows
@@ -63,7 +63,7 @@ def test_what_is_quantized(family):
     """Each linear layer of the decoder, in a model and in its checkpoint; the head and the embeddings are not."""
     model = tiny_model(family, tied=False)
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and ".layers." in name]
-    found, ignore = dense_linears(model), unquantized_linears(model)
+    found, ignore = linears(model), unquantized_linears(model)
     heads = [f"{name}.self_attn.{x}_norm" for name in ("model.layers.0", "model.layers.1") for x in "qk"]
     assert [*found] == layers and ignore == [*(heads if family == "cohere" else ()), "lm_head"]
     assert {f"{name}.weight" for name in layers} == {
@@ -174,7 +174,7 @@ def test_each_training_precision(family):
     options = {"num_hidden_layers": 1, "tied": False, "dtype": torch.bfloat16}
     if "layer_types" in FURTHER[family][1]:
         options["layer_types"] = ["sliding_attention"]
-    layers = dense_linears(tiny_model(family, **options))
+    layers = linears(tiny_model(family, **options))
 
     def gradient(change=None, precision=None) -> torch.Tensor:
         model = tiny_model(family, **options)
