@@ -24,9 +24,8 @@ from ..models.families import FAMILIES
 
 LENGTHS = (24, 16)  # tokens of the two sequences
 KEPT = -6.0  # logarithm of the decay of a state at each token, so that the first sequence reaches through the second
-CROSSED = (
-    2**-5
-)  # relative difference. Rounding to BF16 explains a third of it, and what runs across at least 4 times it
+# Relative difference. Rounding to BF16 explains a third of it, and what runs across is at least 4 times as large
+CROSSED = 2**-5
 
 
 def is_hybrid(model: PreTrainedModel) -> bool:
