@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.formats import global_scale
 from trl_quant.layers import FrozenLinear
+from trl_quant.models.linears import fused_with
 from trl_quant.policy.frozen import FrozenBaseConfig, Packer, freeze
 from trl_quant.precisions import bitsandbytes_bases, frozen_bases, train_precisions
 from trl_quant.rollout.verify.self_check import EngineLayer, Reference, mean_difference, policy_logps
@@ -280,6 +281,7 @@ def test_the_self_check_knows_the_shared_base(path, tmp_path):
         checkpoint_dtype=torch.bfloat16,
         product_errors={},
         caches={},
+        fused_in_engine=fused_with,
     )
     sequences = [list(range(20, 60)), list(range(100, 140))]
     reference = Reference(engine).logps(sequences)

@@ -6,6 +6,7 @@ Models whose layers nothing quantizes are refused by the engines as well.
 import json
 import logging
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -242,6 +243,7 @@ def test_vllm_refuses_what_it_would_not_quantize(tmp_path):
     from vllm_engines import engine, policy
 
     from trl_quant.models.linears import linears
+    from trl_quant.rollout.vllm import kernel_checks
     from trl_quant.rollout.vllm.kernel_checks import check_kernels
 
     gpt2().to(torch.bfloat16).save_pretrained(tmp_path / "gpt2")
@@ -255,12 +257,9 @@ def test_vllm_refuses_what_it_would_not_quantize(tmp_path):
 
     def elsewhere(model):
         """As GPT-2's are, where the check does not find them."""
-        from vllm.model_executor.layers.linear import LinearBase
-
-        for module in model.modules():
-            if isinstance(module, LinearBase):
-                module.prefix = module.prefix.replace("layers.", "h.")
-        return check_kernels(model, "bf16", layers)
+        found = {name.replace("layers.", "h."): layer for name, layer in kernel_checks.linear_layers(model).items()}
+        with patch.object(kernel_checks, "linear_layers", lambda model: found):
+            return check_kernels(model, "bf16", layers)
 
     kernels = sampler.llm.apply_model(lambda model: check_kernels(model, "bf16", layers))
     assert kernels == ["8 x UnquantizedLinearMethod"]

@@ -118,9 +118,9 @@ def places_of_modules(layers: dict[str, LinearLayer]) -> list[str]:
 
 def unquantized_linears(model: nn.Module, head: bool = True) -> list[str]:
     """
-    Returns the names of the layers of a model that keep their type though their weight is a matrix: routers, gates of
-    linear attention, linear layers of a vision tower, norms with a gain for each head (Cohere's), and the head.
-    Embeddings are known by name.
+    Returns the names of the layers of a model that keep their type though their weight is a matrix: gates of linear
+    attention and of shared experts, linear layers of a vision tower, norms with a gain for each head (Cohere's), and
+    the head. Embeddings and routers are known by name.
 
     Args:
         model (`nn.Module`): A model of transformers.
@@ -132,7 +132,7 @@ def unquantized_linears(model: nn.Module, head: bool = True) -> list[str]:
     for place, module in model.named_modules():
         if place in quantized or module in left_out or _is_adapters(place):
             continue
-        if isinstance(module, nn.Linear) or _is_matrix(module):
+        if isinstance(module, nn.Linear) or (_is_matrix(module) and not ROUTER.fullmatch(f"{place}.weight")):
             names.append(clean_name(place))
     return list(dict.fromkeys(names))
 

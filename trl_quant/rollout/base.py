@@ -160,8 +160,12 @@ class RolloutEngine:
 
     @property
     def needs_first_check(self) -> bool:
-        """Whether the policy is of no family in the table ([`~models.families`]), and the engine not checked yet."""
-        return not self._checked_functions and not is_tested(self.weights.base_model.config)
+        """
+        Whether the policy is of no family in the table ([`~models.families`]), and the engine not checked yet. The
+        check has no image, so it cannot be asked of a policy that reads more than text.
+        """
+        config = self.weights.base_model.config
+        return not self._checked_functions and config.get_text_config() is config and not is_tested(config)
 
     # Methods that a subclass implements
 

@@ -178,7 +178,7 @@ def test_a_quantized_router_is_refused(sampler):
 
     if sampler.weights.model_type == "mixtral":
         pytest.skip("its router has another name in vLLM")
-    with pytest.raises(RuntimeError, match=r"run otherwise, such as model.layers.1.mlp.gate"):
+    with pytest.raises(RuntimeError, match=r"linear layers outside of it, such as model.layers.1.mlp.gate"):
         sampler.llm.apply_model(with_quantized_router)
 
 
