@@ -207,6 +207,24 @@ def test_a_sync_that_was_compared_leaves_no_token(monkeypatch):
     assert transfer.SyncToken.held == "own"
 
 
+def test_a_run_that_connects_ends_the_comparison_of_a_killed_one():
+    """Its first sync is loaded. The other run, should it live, is told so."""
+
+    class Connected:
+        def init_transfer_engine(self, init_info):
+            self.given = init_info
+
+    class Transfer(transfer.ReloadBracket, Connected):
+        pass
+
+    worker = SimpleNamespace(weight_transfer_engine=Transfer())
+    worker.weight_transfer_engine.comparison = object()
+    worker.weight_transfer_engine.init_transfer_engine("address")
+    assert worker.weight_transfer_engine.comparison is None and worker.weight_transfer_engine.given == "address"
+    with pytest.raises(RuntimeError, match="another run connected to this server"):
+        transfer.WorkerExtension.differing_weight(worker)
+
+
 def test_grpo_trains_a_mixture(tmp_path, server):
     if server.model.config.model_type != "qwen2_moe":
         pytest.skip("shown for one family")

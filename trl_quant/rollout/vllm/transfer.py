@@ -42,6 +42,10 @@ class ReloadBracket:
 
     comparison: WeightComparison | None = None
 
+    def init_transfer_engine(self, init_info) -> None:
+        self.comparison = None  # of a run that was killed before it ended its comparison
+        super().init_transfer_engine(init_info)
+
     def start_weight_update(self) -> None:
         if self.comparison is not None:
             return
@@ -121,6 +125,8 @@ class WorkerExtension:
     def differing_weight(self) -> str | None:
         """Ends a comparison. Returns the name of the first of the compared weights that differs; `None` if none do."""
         found, self.weight_transfer_engine.comparison = self.weight_transfer_engine.comparison, None
+        if found is None:
+            raise RuntimeError("another run connected to this server during a comparison of weights")
         return found.differing()
 
 
