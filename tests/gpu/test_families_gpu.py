@@ -3,12 +3,15 @@
 python3 -m pytest -m gpu tests/gpu/test_families_gpu.py
 """
 
+from inspect import signature
+
 import pytest
 import torch
 from tiny import FAMILIES, FURTHER
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
+from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import YaRNScalingRotaryEmbedding
 from vllm_engines import GPU_MODEL, SMALL, assert_live_equals_fresh, engine, policy
 
 from trl_quant.models.families import FAMILIES as TABLE
@@ -25,7 +28,7 @@ def large(path, family: str):
     if "head_dim" in own:
         sizes["head_dim"] = 64
     if "layer_types" in own:
-        sizes["layer_types"] = ["full_attention"] * sizes["num_hidden_layers"]
+        sizes["layer_types"] = own["layer_types"] * (sizes["num_hidden_layers"] // 2)
     if "sliding_window" in own:
         sizes["sliding_window"] = 1024
     return policy(path, family=family, **sizes).cuda()
@@ -39,7 +42,11 @@ def test_live_equals_fresh(tmp_path, family, precision):
     model = large(tmp_path / "model", family)
     sampler = engine(model, precision)
     assert_live_equals_fresh(sampler, model, precision, tmp_path)
-    sampler.check_sync()
+    if family == "ministral3" and "mscale" not in signature(YaRNScalingRotaryEmbedding).parameters:  # as in vLLM 0.26
+        with pytest.raises(RuntimeError, match="does not sample from the policy"):
+            sampler.check_sync()
+    else:
+        sampler.check_sync()
 
 
 @pytest.mark.parametrize("family", ["qwen3", "olmo2"])

@@ -7,6 +7,8 @@ sampler agree, and the kernels that train are asked whether they take the border
 Where flash-linear-attention and causal-conv1d are installed, packed rows are compared with padded ones.
 """
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 from packed_rows import PROMPT, apart_from, batch, gradients
@@ -46,6 +48,8 @@ SHAPES = {
     | {"intermediate_size": 2816, "mamba_d_ssm": 4096, "mamba_n_heads": 64, "mamba_d_head": 64}
     | {"mamba_d_state": 128, "mamba_chunk_size": 128},
 }
+# vLLM's own choice on Hopper is flashinfer's kernel, and it does not look whether that is installed
+GIVEN = {} if find_spec("flashinfer") else {"gdn_prefill_backend": "triton"}
 LINEAR = r".*\.(in_proj\w*|q_proj|down_proj)"
 
 
@@ -71,7 +75,7 @@ def test_live_equals_fresh(family, precision, tmp_path):
     if (family, precision) == ("falcon_h1", "fp8_block"):
         pytest.skip("vLLM's blocks of 128 do not divide `in_proj`")
     model = hybrid(tmp_path / "model", family)
-    sampler = engine(model, precision, engine_kwargs=SLEEPING, enable_sleep_mode=True)
+    sampler = engine(model, precision, engine_kwargs=SLEEPING | GIVEN, enable_sleep_mode=True)
     if PRECISIONS[precision].format is not None:
         gates = {"in_proj_ba"} if family != "falcon_h1" else set()
         assert kept(sampler.llm) - {"gate", "shared_expert_gate"} == {"conv1d", *gates}
@@ -90,7 +94,7 @@ def test_live_equals_fresh(family, precision, tmp_path):
     codes = {"prepared": PRECISIONS[precision].format is not None, "device": "cuda"}
     for number, (state, samples) in enumerate(zip(copies, seen, strict=True)):
         model.load_state_dict(state)
-        assert greedy(fresh(model, precision, tmp_path / f"checkpoint-{number}", **codes)) == samples
+        assert greedy(fresh(model, precision, tmp_path / f"checkpoint-{number}", **codes, **GIVEN)) == samples
     torch.cuda.empty_cache()
 
 
@@ -100,7 +104,7 @@ def test_an_adapter_beside_its_base_and_noise(family, precision, tmp_path):
     if missing := supported_precisions()[precision]:
         pytest.skip(missing)
     model = get_peft_model(hybrid(tmp_path / "model", family), LoraConfig(r=8, target_modules=LINEAR))
-    sampler, seen = engine(model, precision, lora_sync="adapter", wide_norms=True), []
+    sampler, seen = engine(model, precision, lora_sync="adapter", wide_norms=True, engine_kwargs=SMALL | GIVEN), []
     for seed in range(2):
         update(model, seed=seed)
         sampler.sync()
@@ -120,7 +124,7 @@ def test_trainer_and_sampler_agree(settings, tmp_path):
     path = hybrid(tmp_path / "model", "qwen3_5_text").name_or_path
     args = QuantGRPOConfig(
         output_dir=str(tmp_path / "out"),
-        vllm_engine_kwargs=SMALL,
+        vllm_engine_kwargs=SMALL | GIVEN,
         max_steps=3,
         max_completion_length=64,
         learning_rate=1e-4,

@@ -70,7 +70,8 @@ FURTHER = {
         transformers.GraniteConfig,
         {"residual_multiplier": 0.5, "embedding_multiplier": 3.0, "logits_scaling": 2.0, "attention_multiplier": 0.1},
     ),
-    "hunyuan_v1_dense": (transformers.HunYuanDenseV1Config, {"head_dim": 32}),
+    # vLLM 0.26 has a class of its own for it, which reads `use_qk_norm`, as published configs have it
+    "hunyuan_v1_dense": (transformers.HunYuanDenseV1Config, {"head_dim": 32, "use_qk_norm": True}),
     "ministral": (transformers.MinistralConfig, {"head_dim": 32, **SLIDES}),
     "ministral3": (transformers.Ministral3Config, {"head_dim": 32}),
     "olmo": (transformers.OlmoConfig, {}),

@@ -67,9 +67,12 @@ AS_TRANSFORMERS = (
     "vLLM 0.31 has no class of its own for it and runs transformers'. What it then fuses is asked of the engine; a "
     "server is taken to fuse what vLLM's own classes do."
 )
+ROTATES = "vLLM 0.26 scales the rotations otherwise: the self-check refuses the engine."
 NOT_IN_VLLM = (
     "vLLM does not know the architecture: set `vllm_model_impl='transformers'`, with the check of the first sync."
 )
+
+OWN_NOTES = {"cohere": TIED, "ministral3": ROTATES}
 
 PREFACE = """# Model families
 
@@ -112,8 +115,8 @@ def dense_families() -> list[str]:
 def cells(name: str, family: Family) -> list[tuple[bool, str]]:
     """Returns, for each of [`TRAITS_SHOWN`], whether it works, and a note; empty without one."""
     in_vllm = {"own": (True, ""), "transformers": (True, AS_TRANSFORMERS), None: (False, NOT_IN_VLLM)}[family.vllm]
-    if family.wider_in_vllm or name == "cohere":
-        in_vllm = (True, WIDER if family.wider_in_vllm else TIED)
+    if family.wider_in_vllm or name in OWN_NOTES:
+        in_vllm = (True, WIDER if family.wider_in_vllm else OWN_NOTES[name])
     packed = {"gemma2": (False, CAPPED), "ministral3": (True, IN_STEPS), "seed_oss": (True, DROPS)}.get(
         name, (family.packs, "")
     )

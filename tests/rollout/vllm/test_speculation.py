@@ -181,8 +181,13 @@ def test_when_it_runs(sampler, monkeypatch):
 
 
 def test_a_run_samples_as_without_the_check(sampler, monkeypatch):
-    """The same tokens and log-probabilities follow, and the states of torch, numpy and Python are as before."""
+    """
+    The same tokens and log-probabilities follow, and the states of torch, numpy and Python are as before, also where
+    vLLM draws for greedy requests, as its second model runner does.
+    """
     mend(monkeypatch)
+    logps = sampler.logps
+    monkeypatch.setattr(sampler, "logps", lambda *args: (np.random.rand(), torch.rand(1), logps(*args))[-1])
     set_options(sampler, ignore_eos=True)
     found = []
     for checks in (False, True):

@@ -115,8 +115,7 @@ def _drawn(engine, prompts: list[list[int]], settings: SamplingSettings) -> tupl
     before, drafts = engine.settings, replace(engine.drafts)
     engine.settings = settings
     try:
-        with random_states_kept(engine.accelerator.device):
-            samples = engine.sample(requests_for(prompts))
+        samples = engine.sample(requests_for(prompts))
         return samples, engine.drafts.drafted - drafts.drafted
     finally:
         engine.settings, engine.drafts = before, drafts
@@ -127,7 +126,7 @@ def _drawn(engine, prompts: list[list[int]], settings: SamplingSettings) -> tupl
 def random_states_kept(device: torch.device) -> Iterator[None]:
     """
     Context after which the random states of Python, numpy and torch, on the CPU and on `device`, are as before. vLLM
-    draws from torch's, or seeds requests from numpy's.
+    draws from torch's; its second model runner seeds each request from numpy's.
     """
     python, arrays = random.getstate(), np.random.get_state()
     try:

@@ -381,22 +381,23 @@ class VLLMBase(RolloutEngine):
         """
         Compares engine and policy without noise; see [`~rollout.verify.self_check.self_check`]. A check that is not
         `quick` also compares samples, where vLLM speculates; see [`~rollout.verify.speculation.check_speculation`].
-        After a check that fails, the next sync sends all weights.
+        After a check that fails, the next sync sends all weights. The run's random states are as before.
         """
         from ..verify.self_check import self_check
-        from ..verify.speculation import check_speculation
+        from ..verify.speculation import check_speculation, random_states_kept
 
         self.ensure_ready()
         self.lay_noise(RolloutNoise())
-        try:
-            metrics = self_check(self, quick)
-        except Exception:
-            self.is_current = False
-            raise
-        if not quick:
-            if self.drafts is not None:
+        with random_states_kept(self.accelerator.device):
+            try:
+                metrics = self_check(self, quick)
+            except Exception:
+                self.is_current = False
+                raise
+            if self.drafts is not None and not quick:
                 metrics |= check_speculation(self)
                 self.has_checked_drafts = True
+        if not quick:
             self.syncs_to_check = self.sync_check_steps
             self.mark_checked()
         self.sync_metrics = {**self.sync_metrics, **metrics}
