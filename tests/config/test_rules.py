@@ -303,7 +303,7 @@ CASES = {
             Case(f"`{name}`={value!r} was not shown yet", fields={**BF16_VLLM, name: value}, model=tiny("qwen3_moe"))
             for name, value in {
                 "vllm_model_impl": "transformers",
-                "vllm_engine_kwargs": {"enable_eplb": True},
+                "vllm_engine_kwargs": {"moe_backend": "flashinfer_cutlass"},
             }.items()
         ),
         Case("heads have 48 dimensions", fields=VLLM, model=tiny(head_dim=48)),
@@ -508,6 +508,15 @@ def test_a_real_config_breaks_it(idea, number, tmp_path, monkeypatch, caplog):
             setattr(args, name, value)
         message = rule.broken(Given(args, case.model(tmp_path) if case.model else None, others))
     assert message is not None and case.says in message, message
+
+
+def test_known_kernels_of_experts_may_be_asked_for(tmp_path):
+    (rule,) = (rule for rule in RULES["vllm"] if "`vllm_engine_kwargs`={args" in rule.message)
+    given = [
+        Given(build(GRPO, **BF16_VLLM, vllm_engine_kwargs=kwargs), tiny("qwen3_moe")(tmp_path), {})
+        for kwargs in ({"moe_backend": "triton", "enable_eplb": False}, {"enable_eplb": True})
+    ]
+    assert [rule.broken(run) is None for run in given] == [True, False]
 
 
 @pytest.mark.parametrize("config_class", [GRPO, RLOO, PPO, DISTILLATION, DIFFUSION])

@@ -98,6 +98,28 @@ def test_live_equals_fresh_and_faults_are_found(family, precision, tmp_path, mon
     torch.cuda.empty_cache()
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+def test_kernels_that_a_run_asks_for(family, tmp_path):
+    """Triton's instead of CUTLASS's: they hold experts as they are loaded too."""
+    if missing := supported_precisions()["fp8"]:
+        pytest.skip(missing)
+    asked = {"moe_backend": "triton"}
+    model, seen = mixture(tmp_path / "model", family), []
+    sampler = engine(model, "fp8", engine_kwargs=SLEEPING | asked, enable_sleep_mode=True)
+    (backends,) = sampler.llm.apply_model(lambda vllms: {backend_of(layer) for layer in expert_layers(vllms).values()})
+    assert backends == {"TRITON"}
+    for seed in range(2):
+        update(model, seed=seed)
+        sampler.sync()
+        sampler.check_sync()
+        seen.append(greedy(sampler.llm))
+        sampler.rest()
+        sampler.ensure_ready()
+        assert greedy(sampler.llm) == seen[-1]
+    assert sampler.differing_weight() is None and seen[0] != seen[1]
+    assert greedy(fresh(model, "fp8", tmp_path / "fresh", prepared=True, device="cuda", **asked)) == seen[-1]
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "nvfp4"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
 def test_an_adapter_beside_its_base_and_noise(family, precision, tmp_path):

@@ -30,7 +30,12 @@ from .sampler import given_options
 MODEL_IMPLS = ("vllm", "transformers", "auto")
 COLOCATED_FIELDS = ("vllm_engine_kwargs", "vllm_sleep_level", "lora_sync")  # they act only on a colocated engine
 BESIDE_DRAFTS = ("temperature", "top_p", "top_k")  # options that the check of speculative decoding computes
-OF_EXPERTS = ("enable_eplb", "enable_return_routed_experts", "moe_backend", "kernel_config")
+OF_EXPERTS = {  # arguments that change how experts are held or computed, with the values that may be given
+    "enable_eplb": (False,),
+    "enable_return_routed_experts": (False,),
+    "moe_backend": ("auto", "triton", "cutlass"),  # the start is refused if the kernel does not fit the precision
+    "kernel_config": (None,),
+}
 SAVE = (  # what to do about a policy on which vLLM cannot start
     "Save the model, without adapters, and its tokenizer, and name the directory in "
     "`vllm_engine_kwargs={{'model': ...}}`, or sample with `use_vllm=False`"
@@ -148,8 +153,9 @@ def _samples_experts(run: Given) -> bool:
 
 
 def _of_experts(run: Given) -> str:
-    """Lists vLLM's arguments that change how experts are held or computed."""
-    return ", ".join(repr(name) for name, value in _arguments(run).items() if name in OF_EXPERTS and value)
+    """Lists arguments of experts with values that no test has shown."""
+    given = _arguments(run).items()
+    return ", ".join(f"{name!r}={value!r}" for name, value in given if value not in OF_EXPERTS.get(name, (value,)))
 
 
 def _unreadable_start(run: Given) -> str | None:
