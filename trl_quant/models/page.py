@@ -72,7 +72,8 @@ NOT_IN_VLLM = (
     "vLLM does not know the architecture: set `vllm_model_impl='transformers'`, with the check of the first sync."
 )
 
-OWN_NOTES = {"cohere": TIED, "ministral3": ROTATES}
+LATER = "vLLM 0.31 has a class of its own for it, and 0.32 runs transformers'."
+OWN_NOTES = {"cohere": TIED, "ministral3": ROTATES, **dict.fromkeys(("arcee", "cwm", "glm", "seed_oss"), LATER)}
 
 PREFACE = """# Model families
 

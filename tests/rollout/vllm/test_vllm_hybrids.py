@@ -34,6 +34,8 @@ LINEAR = LoraConfig(
     r=4, lora_alpha=16, target_modules=r".*\.(in_proj\w*|out_proj|q_proj|gate_proj)", init_lora_weights=False
 )
 PROJECTIONS = LoraConfig(r=4, lora_alpha=16, target_modules=["in_proj", "q_proj", "down_proj"], init_lora_weights=False)
+# The CPU kernel of vLLM 0.32 gives no states to its prefix cache, and vLLM fails
+UNCACHED = {"falcon_h1": {"enable_prefix_caching": False}}
 ADAPTERS = {"falcon_h1": PROJECTIONS}  # PEFT adapts none of its `out_proj`
 
 
@@ -45,14 +47,14 @@ def sampler(tmp_path_factory):
     return built
 
 
-def assert_live_is_fresh(built, model, precision, path, syncs: int) -> None:
+def assert_live_is_fresh(built, model, precision, path, syncs: int, **options) -> None:
     """After each sync the engine has the bits of one that starts on the policy's weights, and it passes its check."""
     seen = []
     for seed in range(syncs):
         update(model, seed=seed)
         built.sync()
         seen.append(greedy(built.llm))
-        assert seen[-1] == greedy(fresh(model, precision, path / f"checkpoint-{seed}"))
+        assert seen[-1] == greedy(fresh(model, precision, path / f"checkpoint-{seed}", **options))
     assert len({str(samples) for samples in seen}) == syncs
     metrics = built.check_sync()
     assert metrics["sync_check/logp_difference"] < metrics["sync_check/bound"] / 2
@@ -66,7 +68,9 @@ def test_three_syncs_leave_the_bits_of_a_fresh_engine(sampler, tmp_path):
 @pytest.mark.parametrize(("family", "precision"), [("qwen3_next", "bf16"), ("falcon_h1", "int8")])
 def test_other_hybrids(family, precision, tmp_path):
     model = policy(tmp_path / "model", family=family, tied=False)
-    assert_live_is_fresh(engine(model, precision), model, precision, tmp_path, 2)
+    options = UNCACHED.get(family, {})
+    sampler = engine(model, precision, engine_kwargs=SMALL | options)
+    assert_live_is_fresh(sampler, model, precision, tmp_path, 2, **options)
 
 
 def test_a_merged_adapter(tmp_path):
@@ -80,7 +84,7 @@ def test_an_adapter_beside_its_base(family, tmp_path):
     """The buffers of vLLM's joined layers hold the adapter of each part, and the engine computes with them."""
     torch.manual_seed(1)
     model = get_peft_model(policy(tmp_path / "model", family=family, tied=False), ADAPTERS.get(family, LINEAR))
-    built = engine(model, "bf16", lora_sync="adapter")
+    built = engine(model, "bf16", lora_sync="adapter", engine_kwargs=SMALL | UNCACHED.get(family, {}))
     for seed in range(2):
         update(model, seed=seed, size=0.1)
         built.sync()
