@@ -33,6 +33,7 @@ TRLS_VLLM = {"use_vllm": True, "vllm_mode": "colocate"}
 DRAFTING = {"vllm_engine_kwargs": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}}
 SYNTHETIC = {"num_speculative_tokens": 2, "rejection_sample_method": "synthetic"}
 REPLAY = {"router_replay": True}
+SCALED_STEPS = {"ess_step_scaling": True}
 EXACT = {"train_precision": "int8", "exact_rollouts": True}
 LORA = {"peft_config": LoraConfig(target_modules=["q_proj"])}
 ZERO3 = {"deepspeed_plugin": SimpleNamespace(zero_stage=3)}
@@ -409,6 +410,13 @@ CASES = {
             fields={**INT8, "is_correction": "trl", "vllm_importance_sampling_correction": False},
         ),
         Case("'tis', bit for bit", fields={**INT8, "is_correction": "acr"}),
+        Case("needs an engine of this package", fields={"ess_step_scaling": True}),
+        Case("and this is a QuantDistillationConfig", DISTILLATION, INT8 | SCALED_STEPS),
+        Case("one-step estimates of single tokens", DIFFUSION, INT8 | SCALED_STEPS),
+        Case("switches off. Leave that", fields=INT8 | SCALED_STEPS | {"vllm_importance_sampling_correction": False}),
+        Case("so every weight is 1", fields=EXACT | SCALED_STEPS),
+        Case("which steps during the backward pass", fields=INT8 | SCALED_STEPS | {"optim": "adalomo"}),
+        Case("with DeepSpeed, whose engine", fields=INT8 | SCALED_STEPS, assigned=ZERO3),
         Case("the first is lower", RLOO, {"reward_clip_range": (1.0, 0.0)}),
         Case("with a `rollout_func` needs", fields={"is_correction": "tis"}, others={"rollout_func": print}),
         Case("does nothing in this run", fields={"is_correction": "tis"}),

@@ -27,6 +27,7 @@ from .pool import RolloutPool
 from .positions import check_rows, fix_choice, models_of, own_prompts
 from .precision import QuantPrecision, follow_engine, train_as_sampled
 from .routing import RoutingStep, routing_step
+from .step_scaling import StepScaling
 
 
 logger = logging.getLogger(__name__)
@@ -50,12 +51,15 @@ class QuantSampling(QuantPrecision):
             returned; `None` if TRL's own order of sampling serves.
         routing ([`~trainers.routing.RoutingStep`] or `None`): The routing of the samples of a mixture of experts;
             `None` if the engine does not return it.
+        step_scaling ([`~trainers.step_scaling.StepScaling`] or `None`): The scaling of the optimizer's steps, with
+            `ess_step_scaling`.
     """
 
     correction_step: CorrectionStep | NoStep = NoStep()
     drawn_prompts: DrawnPrompts | None = None  # without the constructor, everything is left to TRL's
     pool: RolloutPool | None = None
     routing: RoutingStep | None = None
+    step_scaling: StepScaling | None = None
     _engine: RolloutEngine | None = None  # `None` where TRL itself generates
     _has_told_unused = False
 
@@ -70,6 +74,9 @@ class QuantSampling(QuantPrecision):
             check_ends_early(self.args, generation.engine, self._engine.ends_early)
         self.pool = self._new_pool()
         self.routing = None if self._engine is None else routing_step(self, self._engine)
+        if self.args.ess_step_scaling:
+            self.step_scaling = StepScaling(self)
+            self.add_callback(self.step_scaling)
 
     def _new_pool(self) -> RolloutPool | None:
         if self.args.dynamic_sampling_rounds:
@@ -271,6 +278,8 @@ class QuantSampling(QuantPrecision):
 
     def train(self, *args, **kwargs):
         self.pool = self._new_pool()
+        if self.step_scaling is not None:
+            self.step_scaling.load_state_dict({})
         output = super().train(*args, **kwargs)
         if self.pool is not None:
             self.pool.tell_unfinished()
@@ -284,12 +293,16 @@ class QuantSampling(QuantPrecision):
     def sampling_state(self) -> dict:
         if self._engine is None:
             return {}
-        return self._engine.state_dict() | unfinished.progress(self) | {"global_step": self.state.global_step}
+        scaling = {} if self.step_scaling is None else self.step_scaling.state_dict()
+        progress = unfinished.progress(self) | {"global_step": self.state.global_step}
+        return self._engine.state_dict() | progress | scaling
 
     def load_sampling_state(self, checkpoint: str, state: dict) -> None:
         if self._engine is not None:
             self._engine.load_state_dict(state)
             self._step = unfinished.resume(self, checkpoint, state)
+            if self.step_scaling is not None:
+                self.step_scaling.load_state_dict(state)
             self._last_loaded_step = -1
             self._metrics["train"].clear()
         if self.pool is not None:
