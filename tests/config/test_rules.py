@@ -178,6 +178,7 @@ CASES = {
         Case("vLLM is not installed", fields=VLLM),
         Case("does not run in vLLM on this device", fields=VLLM),
         Case("vLLM returns the routing of experts from its second", fields=BF16_VLLM | REPLAY),
+        Case("vLLM returns what truncation left from 0.28", fields=VLLM | {"min_p": 0.1, "truncation_replay": True}),
     ],
     "critic": [
         Case("`scale_rewards`='group' compares", PPO, {"scale_rewards": "group"}),
@@ -260,7 +261,9 @@ CASES = {
         Case("`cache_implementation`='paged' is unknown", fields={**INT8, "cache_implementation": "paged"}),
         Case("`generate`, which samples without vLLM", fields={"generation_kwargs": {"stop": "."}}),
         Case("must be an integer", fields={"generation_kwargs": {"min_length": "2"}}),
-        Case("`top_p`=0.9: the sampler draws", fields={**INT8, "top_p": 0.9}),
+        Case("`top_p`=0.9: the sampler draws", fields={**INT8, "top_p": 0.9, "truncation_replay": False}),
+        Case("acts only with `top_p`, `top_k` or `min_p`", fields={**INT8, "truncation_replay": True}),
+        Case("TRL's client takes no such tokens", fields={**SERVER, "top_k": 5, "truncation_replay": True}),
         Case("Qwen3Model, which generates no text", fields=INT8, model=lambda directory: tiny()(directory).model),
         Case("attends in both directions", fields=INT8, model=tiny(is_causal=False)),
         Case("engines here know the experts of", fields=INT8, model=bare(DeepseekV3Config())),

@@ -92,6 +92,12 @@ class PolicyFields:
     returns its routing: the embedded one does, and vLLM in this process on a GPU. `True` raises an error elsewhere.
     """
 
+    truncation_replay: bool | None = None
+    """Whether scoring and training renormalise the policy over the tokens that `top_p`, `top_k` and `min_p` left the
+    sampler, so that w is the format's alone. If not set, they do with the embedded engine. `True` also asks vLLM from
+    0.28 on, in this process on a GPU, and raises an error elsewhere.
+    """
+
 
 @dataclass
 class RolloutFields:
