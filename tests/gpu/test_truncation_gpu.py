@@ -13,7 +13,7 @@ from training import config, make, metrics
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm import EngineArgs
-from vllm_engines import GPU_RUN, PROMPTS, SMALL, engine, saved
+from vllm_engines import GPU_MODEL, GPU_RUN, PROMPTS, SMALL, engine, keep, policy
 from vllm_sampling import plainly
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
@@ -33,7 +33,7 @@ def test_vllm_returns_what_it_left(option, tmp_path, monkeypatch):
     With lean sampling and with vLLM's own, and for requests that go on: the log-probability that vLLM returns is that
     of the drawn token among what it says was left, by the policy's logits, but for rounding.
     """
-    model = saved(tmp_path / "model")
+    model = policy(tmp_path / "model", **GPU_MODEL).cuda()
     sampler = engine(model, "bf16", returns_kept=True)
     sampler.sync()
     set_options(sampler, ignore_eos=True, seed=5, **OPTIONS[option])
@@ -66,7 +66,7 @@ def test_vllm_returns_what_it_left(option, tmp_path, monkeypatch):
 
 def test_vllm_still_checks_itself(tmp_path):
     """It takes no greedy request then; the self-check draws its tokens otherwise."""
-    sampler = engine(saved(tmp_path / "model"), "bf16", returns_kept=True)
+    sampler = engine(policy(tmp_path / "model", **GPU_MODEL).cuda(), "bf16", returns_kept=True)
     sampler.sync()
     assert sampler.check_sync()["sync_check/logp_difference"] < 0.1
 
@@ -80,9 +80,9 @@ def test_a_trainer_scores_over_what_vllm_left(tmp_path):
         given |= {"top_p": 0.9, "truncation_replay": replay, "is_correction": "tis"}
         args = config(QuantGRPOConfig, tmp_path / str(replay), **GPU_RUN | given)
         trainer = make(QuantGRPOTrainer, args, model=str(tmp_path / "model"))
+        keep(trainer)
         trainer.train()
         found[replay] = [log for log in metrics(trainer) if "mismatch/weight_mean" in log]
-        del trainer
     assert all(abs(log["mismatch/weight_mean"] - 1) < 0.02 for log in found[True])
     assert all(log["truncation/unreplayed"] == 0 and log["truncation/kept_mass"] > 0.88 for log in found[True])
     assert all(log["mismatch/weight_mean"] < 0.93 for log in found[None])
