@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from trl_quant.rollout.kept import NOT_KNOWN, Kept, fault_of_kept, then, words_of_mask
+from trl_quant.policy.kept import words_of_mask
+from trl_quant.rollout.kept import NOT_KNOWN, Kept, fault_of_kept, then
 
 
 VOCABULARY = 77  # 3 words of 32 bits

@@ -27,12 +27,17 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..rollout.kept import WORD, words_of_mask
 from ..trl_seams import add_product, renormalised_log_probs, scoring_with
 
 
 KEPT = "kept_tokens"  # the keyword that takes a `Truncation` to packed rows, and the batch's column
 LOGITS_AT_ONCE = 2**25  # in memory
+BITS_OF_A_WORD = 32
+
+
+def words_of_mask(vocabulary: int) -> int:
+    """Returns the number of words in a bit mask of a vocabulary."""
+    return -(-vocabulary // BITS_OF_A_WORD)
 
 
 @dataclass
@@ -79,9 +84,9 @@ class Truncation:
 
         return scoring_with(renormalised_log_probs(renormalise))
 
-    def allowed(self, part: slice, size: int) -> Tensor:
-        """Returns which of `size` tokens were left for the tokens of the pass in `part`: (n, size)."""
-        places = self.places[part]
+    def allowed(self, tokens: slice, size: int) -> Tensor:
+        """Returns which of `size` ids were left for some tokens of the pass: (n, size)."""
+        places = self.places[tokens]
         starts, ends = self.starts[places.clamp(min=0)], self.starts[places + 1]
         counts = (ends - starts).clamp(min=0)  # place -1 ends where all entries begin
         width = words_of_mask(self.vocabulary)
@@ -93,7 +98,7 @@ class Truncation:
         within = torch.arange(len(rows), device=places.device) - (listed.cumsum(0) - listed)[rows]
         allowed[rows, self.words[starts[rows] + within].long()] = True
         bits = self.words[starts[is_mask].unsqueeze(1) + torch.arange(width, device=places.device)]
-        bits = (bits.unsqueeze(-1) >> torch.arange(WORD, device=places.device, dtype=torch.int32)) & 1
+        bits = (bits.unsqueeze(-1) >> torch.arange(BITS_OF_A_WORD, device=places.device, dtype=torch.int32)) & 1
         allowed[is_mask, : self.vocabulary] = bits.flatten(1)[:, : self.vocabulary].bool()
         return allowed
 

@@ -21,8 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..policy.kept import BITS_OF_A_WORD, words_of_mask
 
-WORD = 32  # bits
+
 NOT_KNOWN = -1  # words of a token of which is not known what was left, such as one that a tool wrote
 
 
@@ -63,7 +64,9 @@ class Kept(NamedTuple):
         words, counts, starts = self._arrays()
         tokens, width = np.asarray(tokens, dtype=np.int64), words_of_mask(self.vocabulary)
         has_mask, held = counts == width, counts == 0
-        bits = words[starts[:-1][has_mask] + tokens[has_mask] // WORD] >> (tokens[has_mask] % WORD).astype(np.int32)
+        bits = words[starts[:-1][has_mask] + tokens[has_mask] // BITS_OF_A_WORD] >> (
+            tokens[has_mask] % BITS_OF_A_WORD
+        ).astype(np.int32)
         held[has_mask] = bits & 1
         entry = np.repeat(np.arange(len(tokens)), counts)
         is_found = (words == tokens[entry]) & ~has_mask[entry]
@@ -91,17 +94,12 @@ def then(before: Kept | None, after: Kept, so_far: int) -> Kept:
     return Kept(torch.cat([before.words, after.words]), counts, after.vocabulary)
 
 
-def words_of_mask(vocabulary: int) -> int:
-    """Returns the number W of words in a bit mask of a vocabulary."""
-    return -(-vocabulary // WORD)
-
-
 def _entry(ids: np.ndarray, vocabulary: int) -> np.ndarray:
     if len(ids) == vocabulary:
         return ids[:0]
     if len(ids) < words_of_mask(vocabulary):
         return ids
-    mask = np.zeros(words_of_mask(vocabulary) * WORD, dtype=bool)
+    mask = np.zeros(words_of_mask(vocabulary) * BITS_OF_A_WORD, dtype=bool)
     mask[ids] = True
     return np.packbits(mask, bitorder="little").view(np.int32)
 

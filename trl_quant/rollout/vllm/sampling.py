@@ -346,7 +346,6 @@ class HeldOutputs:
                 routing.append(output.routed_experts)
             if getattr(output, "new_sampling_mask", None) is not None:
                 left.extend(left_by(output.new_sampling_mask))
-                output.new_sampling_mask = None
             if output.new_logprobs is not None:
                 logps.extend(output.new_logprobs)
             if output.finish_reason is not None:
