@@ -7,8 +7,8 @@ run's `temperature`, and applies no other option. An option that changes the sam
     w = exp(old_logps - rollout_logps)
 
 as an error of the number format would. Where an engine returns what `top_p`, `top_k` and `min_p` have left, the trainer
-scores over the same tokens ([`~policy.kept`]), and these change w no more. Options that only end a completion (`stop`, `ignore_eos`, `max_tokens`) or seed
-the random numbers (`seed`) do not change w.
+scores over the same tokens ([`~policy.kept`]), so that these no longer change w. Options that only end a completion
+(`stop`, `ignore_eos`, `max_tokens`) or seed the random numbers (`seed`) do not change it either.
 
 A later call may go on with a completion, whose tokens so far then count as its prompt. Some options need to know which
 tokens were sampled, and where the completion began: see [`breaks_when_continued`].
