@@ -152,7 +152,8 @@ class EngineSpec:
             sleep_level=config.vllm_sleep_level if config.vllm_enable_sleep_mode else 0,
             exact=config.exact_rollouts,
             returns_routing=config.router_replay is not False,
-            returns_kept=config.truncation_replay or (config.truncation_replay is None and kind != "colocate"),
+            returns_kept=config.truncation_replay
+            or (config.truncation_replay is None and config.has_rewards and kind != "colocate"),
             request_timeout=config.vllm_request_timeout,
             cache_implementation=config.cache_implementation,
             **schedule,

@@ -30,9 +30,10 @@ def why_not_replayed(args, others: Mapping = MappingProxyType({})) -> str | None
         "the head was not tried in a compiled model (`torch_compile=True`)": args.torch_compile,
         "ZeRO-3 shards the head": plugin is not None and plugin.zero_stage == 3,
         "it is not known which tokens of a `rollout_func` the engine has sampled": others.get("rollout_func"),
-        "with 'speculative_config' vLLM draws several tokens a step": (
-            source == "colocate" and (args.vllm_engine_kwargs or {}).get("speculative_config")
-        ),
+        **{
+            f"vLLM does not return such tokens beside {name!r}": (args.vllm_engine_kwargs or {}).get(name)
+            for name in ("speculative_config", "logits_processors")
+        },
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
