@@ -46,9 +46,9 @@ DISCARDS = 2  # vLLM's sleep level that gives all memory back
 # kind of an embedded engine -> the kind that denoises instead of sampling from left to right
 _DENOISING = {"embedded": "diffusion", "shared": "shared_diffusion"}
 _EVERY_ENGINE = ("precision", "wide_norms", "uaq_scale")
-_OF_GENERATE = (*_EVERY_ENGINE, "cache_implementation")
+_OF_GENERATE = (*_EVERY_ENGINE, "cache_implementation", "returns_kept")
 _SCHEDULE = ("block_length", "tokens_per_step", "cache_finished_blocks", "mask_token_id")
-_IN_PROCESS = ("lora_sync", "sleep_level", "exact", "returns_routing")
+_IN_PROCESS = ("lora_sync", "sleep_level", "exact", "returns_routing", "returns_kept")
 _OF_DENOISING = (*_SCHEDULE, "wide_head", "shows_progress")
 # kind -> the fields of `EngineSpec` that the engine's class takes as arguments
 _OPTIONS = {
@@ -87,6 +87,8 @@ class EngineSpec:
             Whether the results for a token must not depend on the other tokens of its batch.
         returns_routing (`bool`, *optional*, defaults to `False`):
             Whether vLLM is asked for the routing of a mixture of experts. An embedded engine always returns it.
+        returns_kept (`bool`, *optional*, defaults to `False`):
+            Whether the engine returns what `top_p`, `top_k` and `min_p` left to draw each token from.
         request_timeout (`float`, *optional*):
             Seconds that a server may take to answer; `None` for no limit.
         cache_implementation (`str`, *optional*):
@@ -113,6 +115,7 @@ class EngineSpec:
     sleep_level: int = 0
     exact: bool = False
     returns_routing: bool = False
+    returns_kept: bool = False
     request_timeout: float | None = None
     cache_implementation: str | None = None
     block_length: int = 0
@@ -149,6 +152,8 @@ class EngineSpec:
             sleep_level=config.vllm_sleep_level if config.vllm_enable_sleep_mode else 0,
             exact=config.exact_rollouts,
             returns_routing=config.router_replay is not False,
+            returns_kept=config.truncation_replay
+            or (config.truncation_replay is None and config.has_rewards and kind != "colocate"),
             request_timeout=config.vllm_request_timeout,
             cache_implementation=config.cache_implementation,
             **schedule,

@@ -20,7 +20,7 @@ A context restores the original when it ends:
 | `ChunkedDivergenceFunction` in the module of TRL's trainer | a loss of distillation | divergences get weights |
 | `load_balancing_loss_func` of transformers' Mixtral | a forward pass | a packed row has no mask, and shares prompts |
 | `profiling.ProfilingContext` | a training | TRL reports its times only to trackers |
-| `utils._ChunkedLogProbFunction` | a forward pass | it must return the engine's log-probabilities |
+| `utils._ChunkedLogProbFunction` | a forward pass | it must return the engine's, or those of a truncated policy |
 
 vLLM's own names are listed in `rollout/vllm/seams.py`. Layers that `nn.Module.set_submodule` puts into a model are not
 replacements of a name.
@@ -43,6 +43,7 @@ from transformers import PreTrainedModel, TrainingArguments
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 from trl.kernels import ChunkedLogProbFunction
 from trl.kernels.chunked_divergence import VOCAB_CHUNK_SIZE
+from trl.kernels.chunked_logprob import _addmm_fp32
 
 
 # (file, name) -> (its owner, how long the replacement lasts, the test that needs it)
@@ -376,6 +377,22 @@ def exact_log_probs(log_probs: Callable, frozen_head: Callable) -> type:
     return ExactLogProbs
 
 
+def renormalised_log_probs(renormalise: Callable[..., Tensor]) -> type:
+    """
+    Returns TRL's fused head with the log-probabilities that `renormalise` returns. It gets TRL's own (N,), detached,
+    then the arguments of [`~policy.kept.log_probs_over`] without the truncation. Entropies stay TRL's.
+    """
+
+    class Renormalised:
+        @staticmethod
+        def apply(hidden, weight, bias, targets, temperature, chunk, cap, scale, outputs):
+            given = hidden, weight, bias, targets
+            full, *others = ChunkedLogProbFunction.apply(*given, temperature, chunk, cap, scale, outputs)
+            return renormalise(full.detach(), *given, temperature=temperature, cap=cap, scale=scale), *others
+
+    return Renormalised
+
+
 def scoring_with(function: type) -> AbstractContextManager:
     """Context in which models with TRL's fused head compute their log-probabilities in `function`."""
     return exchanged(trl_utils, _ChunkedLogProbFunction=function)
@@ -396,6 +413,11 @@ def phases_timed(add: Callable[[str, float], None]) -> Iterator[None]:
 
     with exchanged(profiling, ProfilingContext=Timed):
         yield
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds the product of two matrices to `total` in FP32, as TRL's head does: on a GPU in one call, never rounded."""
+    _addmm_fp32(total, left, right)
 
 
 def choose_port() -> None:

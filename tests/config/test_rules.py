@@ -33,6 +33,7 @@ TRLS_VLLM = {"use_vllm": True, "vllm_mode": "colocate"}
 DRAFTING = {"vllm_engine_kwargs": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}}
 SYNTHETIC = {"num_speculative_tokens": 2, "rejection_sample_method": "synthetic"}
 REPLAY = {"router_replay": True}
+SCALED_STEPS = {"ess_step_scaling": True}
 EXACT = {"train_precision": "int8", "exact_rollouts": True}
 LORA = {"peft_config": LoraConfig(target_modules=["q_proj"])}
 ZERO3 = {"deepspeed_plugin": SimpleNamespace(zero_stage=3)}
@@ -177,6 +178,7 @@ CASES = {
         Case("vLLM is not installed", fields=VLLM),
         Case("does not run in vLLM on this device", fields=VLLM),
         Case("vLLM returns the routing of experts from its second", fields=BF16_VLLM | REPLAY),
+        Case("vLLM returns what truncation left from 0.28", fields=VLLM | {"min_p": 0.1, "truncation_replay": True}),
     ],
     "critic": [
         Case("`scale_rewards`='group' compares", PPO, {"scale_rewards": "group"}),
@@ -259,7 +261,9 @@ CASES = {
         Case("`cache_implementation`='paged' is unknown", fields={**INT8, "cache_implementation": "paged"}),
         Case("`generate`, which samples without vLLM", fields={"generation_kwargs": {"stop": "."}}),
         Case("must be an integer", fields={"generation_kwargs": {"min_length": "2"}}),
-        Case("`top_p`=0.9: the sampler draws", fields={**INT8, "top_p": 0.9}),
+        Case("`top_p`=0.9: the sampler draws", fields={**INT8, "top_p": 0.9, "truncation_replay": False}),
+        Case("acts only with `top_p`, `top_k` or `min_p`", fields={**INT8, "truncation_replay": True}),
+        Case("TRL's client takes no such tokens", fields={**SERVER, "top_k": 5, "truncation_replay": True}),
         Case("Qwen3Model, which generates no text", fields=INT8, model=lambda directory: tiny()(directory).model),
         Case("attends in both directions", fields=INT8, model=tiny(is_causal=False)),
         Case("engines here know the experts of", fields=INT8, model=bare(DeepseekV3Config())),
@@ -409,6 +413,13 @@ CASES = {
             fields={**INT8, "is_correction": "trl", "vllm_importance_sampling_correction": False},
         ),
         Case("'tis', bit for bit", fields={**INT8, "is_correction": "acr"}),
+        Case("needs an engine of this package", fields={"ess_step_scaling": True}),
+        Case("and this is a QuantDistillationConfig", DISTILLATION, INT8 | SCALED_STEPS),
+        Case("one-step estimates of single tokens", DIFFUSION, INT8 | SCALED_STEPS),
+        Case("switches off. Leave that", fields=INT8 | SCALED_STEPS | {"vllm_importance_sampling_correction": False}),
+        Case("so every weight is 1", fields=EXACT | SCALED_STEPS),
+        Case("which steps during the backward pass", fields=INT8 | SCALED_STEPS | {"optim": "adalomo"}),
+        Case("with DeepSpeed, whose engine", fields=INT8 | SCALED_STEPS, assigned=ZERO3),
         Case("the first is lower", RLOO, {"reward_clip_range": (1.0, 0.0)}),
         Case("with a `rollout_func` needs", fields={"is_correction": "tis"}, others={"rollout_func": print}),
         Case("does nothing in this run", fields={"is_correction": "tis"}),

@@ -260,7 +260,7 @@ OWN_REGISTRATIONS = {"register_buffer", "register_parameter", "register_fake"}
 # Attributes of other libraries' objects that are there to be set
 SETTINGS = """__doc__ atexit caption daemon data dps execute_model_state finish_reason generation_config
     init_lora_weights logprobs max_completion_length model_init_kwargs name_or_path new_logprobs new_token_ids
-    num_input_tokens_seen routed_experts stop_reason text training"""
+    num_input_tokens_seen routed_experts sampling_mask stop_reason text training"""
 # Exchanges that end in the function that makes them
 ENDING = {
     ("rollout/verify/activations.py", "register_forward_hook"),

@@ -49,7 +49,7 @@ FOREIGN = {
         _get_per_token_logps_and_entropies _get_train_sampler _last_loaded_step _calculate_rewards _logs _metrics
         _pending_extra_logs _pending_metrics _step _tag_names _tool_call_loop _tokenize_prompts""",
     "trl/trainer/distillation_trainer.py": "_get_last_hidden_state",
-    "trl/kernels/chunked_logprob.py": "_use_triton",
+    "trl/kernels/chunked_logprob.py": "_addmm_fp32 _use_triton",
     "trl/generation/vllm_generation.py": "_init_vllm",
     "trl/generation/vllm_client.py": "_post",
     "vllm/_custom_ops.py": "_C _custom_ops",

@@ -19,6 +19,7 @@ from trl_quant.rollout.sampling_options import (
     BOTH,
     FROM_THE_START,
     TRANSFORMERS,
+    TRUNCATING,
     TWINS,
     UNSUPPORTED_GENERATION_KWARGS,
     VLLM,
@@ -138,6 +139,11 @@ SAMPLERS = {
 def test_a_run_that_biases_the_ratio_is_told(sampler, caplog):
     settings, known = SAMPLERS[sampler]
     assert not is_told(caplog, **settings)
+    if sampler == "embedded":  # which returns what they left, so that the trainer renormalises
+        for name in TRUNCATING:
+            assert not is_told(caplog, **settings, **{name: ACTING[name]}), name
+            assert not is_told(caplog, **settings, generation_kwargs={name: ACTING[name]}), name
+    settings = settings | {"truncation_replay": False}
     assert not is_told(caplog, **settings, temperature=0.6)  # the trainer scores at this temperature too
     for name in known.keys() & ACTING.keys() | {"temperature"}:
         assert is_told(caplog, **settings, generation_kwargs={name: ACTING[name]}), name

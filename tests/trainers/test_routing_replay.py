@@ -89,7 +89,7 @@ def slowly(trainer, family, settings, batch) -> None:
     """Makes a trainer compute padded rows in loops over tokens and experts, with the experts of a batch."""
     for model in filter(None, (trainer.model, getattr(trainer, "ref_model", None))):
         compute_slowly(model, family, settings, batch[ROUTED])
-    trainer.routing, trainer.routed = None, lambda rows, model, mask: model
+    trainer.routing, trainer.carrying = None, lambda rows, model, mask: model
 
 
 def logps_of(trainer, model, batch):

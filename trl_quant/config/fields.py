@@ -92,6 +92,12 @@ class PolicyFields:
     returns its routing: the embedded one does, and vLLM in this process on a GPU. `True` raises an error elsewhere.
     """
 
+    truncation_replay: bool | None = None
+    """Whether scoring and training renormalise the policy over the tokens that `top_p`, `top_k` and `min_p` left the
+    sampler, so that w is the format's alone. If not set, they do with the embedded engine. `True` also asks vLLM from
+    0.28 on, in this process on a GPU, and raises an error elsewhere.
+    """
+
 
 @dataclass
 class RolloutFields:
@@ -189,6 +195,12 @@ class CorrectionFields:
 
     dppo_delta: float = DPPO.delta
     """Probability, at most 1, by which DPPO lets a token move away from the sampler."""
+
+    ess_step_scaling: bool = False
+    """Whether each step's learning rate is multiplied by min(1, sqrt(rho / rho_0)) (after VCPO): rho is the effective
+    sample size of the step's completions, divided by their number, under the uncapped weights of whole completions, and
+    rho_0 that of the run's first step. Needs a `rollout_precision` ('bf16' for the unquantized one).
+    """
 
 
 @dataclass

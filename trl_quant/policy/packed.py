@@ -15,6 +15,7 @@ then computes a shared prompt once for each sequence.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import torch
@@ -29,6 +30,7 @@ from ..layers.products import TOKENS
 from ..trl_seams import balanced_by
 from .exact.model import ENGINES_ATTENTION
 from .hybrids import borders, is_hybrid, runs_across_borders
+from .kept import KEPT
 from .routing import ROUTED, Routed
 
 
@@ -178,7 +180,8 @@ class PackedRows:
             input_ids (`torch.Tensor`): (B, S), padded on any side.
             attention_mask (`torch.Tensor`): (B, S), 1 on tokens.
             labels (`torch.Tensor`): (B, S), -100 where nothing is scored, as in the prompts.
-            kwargs: The arguments that TRL passes to its fused head, and the routing of a mixture.
+            kwargs: The arguments that TRL passes to its fused head, the routing of a mixture, and what was left to a
+                sampler that truncates ([`~policy.kept`]).
 
         Returns:
             The model's output, whose `log_probs` and `entropy` have the shape (B, S - 1), with zeros on padding.
@@ -192,9 +195,11 @@ class PackedRows:
         first = packed.starts[:-1][packed.starts.diff() > 0].long()
         labels[first] = -100  # not predicted: the token before belongs to another segment
         labels[len(labels) - packed.filled :] = -100
+        labels, kept = labels.unsqueeze(0), kwargs.pop(KEPT, None)
         row = row_of(packed, input_ids, self.shares, kwargs.pop(ROUTED, None))
-        with balanced_by(packed.copies):
-            output = self.model(labels=labels.unsqueeze(0), **row, **kwargs)
+        scored = nullcontext() if kept is None else kept.packed(packed.rows, packed.filled).scoring(labels)
+        with balanced_by(packed.copies), scored:
+            output = self.model(labels=labels, **row, **kwargs)
         for name in ("log_probs", "entropy"):
             if output.get(name) is not None:
                 of_each_token = F.pad(output[name].squeeze(0), (1, 0))  # the first token has none

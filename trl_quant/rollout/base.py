@@ -35,6 +35,7 @@ from .engine import Engine, Enough, Request, RolloutNoise, Samples
 from .faults import fault_of
 from .fingerprint import Fingerprint, fingerprint
 from .function import first_change, function_of
+from .kept import fault_of_kept
 from .routing import fault_of_routing
 from .sampling_options import breaks_when_continued
 from .settings import divided
@@ -95,10 +96,13 @@ class RolloutEngine:
             processor has made of them.
         returns_routing (`bool`):
             Whether the samples have the [`~rollout.routing`] of a mixture of experts.
+        returns_kept (`bool`):
+            Whether samples that were drawn with `top_p`, `top_k` or `min_p` have the tokens that these left
+            ([`~rollout.kept`]).
     """
 
     ends_early = reads_images = True
-    returns_routing = False
+    returns_routing = returns_kept = False
 
     def __init__(
         self,
@@ -235,6 +239,8 @@ class RolloutEngine:
         fault = fault_of_samples(samples.token_ids, logps, None, ended=samples.ended, **asked)
         if fault is None and samples.routing is not None:
             fault = self._fault_of_routing(requests, samples)
+        if fault is None and samples.kept is not None:
+            fault = fault_of_kept(samples.kept, samples.token_ids, self.vocabulary)
         if fault is not None:
             raise RuntimeError(f"The engine returned samples that the policy cannot have drawn: {fault}.")
         return samples
@@ -455,6 +461,7 @@ class AdaptedEngine(RolloutEngine):
         self.engine = engine
         self.ends_early = "enough" in signature(engine.sample).parameters
         self.returns_routing = getattr(engine, "returns_routing", False)
+        self.returns_kept = getattr(engine, "returns_kept", False)
 
     def sync(self) -> None:
         self.engine.sync()

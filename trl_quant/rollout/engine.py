@@ -75,12 +75,16 @@ class Samples:
         routing (`list[torch.Tensor | None]`, *optional*):
             For a mixture of experts, the experts of each request's tokens ([`~rollout.routing`]); `None` for a request
             that was not computed. If the whole argument is `None`, the engine returns no routing.
+        kept (`list[Kept | None]`, *optional*):
+            The tokens that truncation left to draw each sampled token from ([`~rollout.kept`]); `None` for a request
+            that was not computed. If the whole argument is `None`, the engine does not return them.
     """
 
     token_ids: list[list[int]]
     logps: list[list[float | None]] | None = None
     ended: list[bool] | None = None
     routing: list[Any] | None = None
+    kept: list[Any] | None = None
 
 
 class Engine(Protocol):

@@ -6,8 +6,9 @@ run's `temperature`, and applies no other option. An option that changes the sam
 
     w = exp(old_logps - rollout_logps)
 
-as an error of the number format would. Options that only end a completion (`stop`, `ignore_eos`, `max_tokens`) or seed
-the random numbers (`seed`) do not change w.
+as an error of the number format would. Where an engine returns what `top_p`, `top_k` and `min_p` have left, the trainer
+scores over the same tokens ([`~policy.kept`]), so that these no longer change w. Options that only end a completion
+(`stop`, `ignore_eos`, `max_tokens`) or seed the random numbers (`seed`) do not change it either.
 
 A later call may go on with a completion, whose tokens so far then count as its prompt. Some options need to know which
 tokens were sampled, and where the completion began: see [`breaks_when_continued`].
@@ -19,6 +20,7 @@ from numbers import Integral
 
 # Option -> the values with which it has no effect. `None` and empty values never have an effect.
 BOTH = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,), "repetition_penalty": (1,)}
+TRUNCATING = ("top_p", "top_k", "min_p")  # they leave out unlikely tokens
 VLLM = BOTH | {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -135,6 +137,11 @@ def biasing_options(args) -> dict[str, object]:
         options["logits_processors"] = args.vllm_engine_kwargs.get("logits_processors")
     neutral = (VLLM if args.use_vllm else TRANSFORMERS) | {"temperature": (args.temperature,)}
     return {name: options[name] for name in neutral if name in options and acts(options[name], neutral[name])}
+
+
+def truncating(options: Mapping[str, object]) -> dict[str, object]:
+    """Returns those of an engine's options by which it leaves out unlikely tokens."""
+    return {name: options[name] for name in TRUNCATING if name in options and acts(options[name], BOTH[name])}
 
 
 def breaks_when_continued(

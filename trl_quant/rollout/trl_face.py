@@ -18,6 +18,7 @@ from ..run_spec import EngineSpec
 from .answers import Column
 from .base import AdaptedEngine, RolloutEngine
 from .engine import Engine, Samples, requests_for
+from .kept import Kept
 from .settings import SAMPLING, SamplingSettings
 
 
@@ -30,11 +31,13 @@ class Turn(NamedTuple):
         logps (`list[list[float | None]]`):
             The log-probabilities, in nats, with which the tokens of each completion were sampled; `None` where unknown.
         routing (`list[torch.Tensor | None]`, *optional*): The [`~rollout.routing`] of each; `None` where unknown.
+        kept (`list[Kept | None]`, *optional*): The [`~rollout.kept`] tokens of each; `None` where unknown.
     """
 
     prompts: list[list[int]]
     logps: list[list[float | None]]
     routing: list[Tensor | None] | None = None
+    kept: list[Kept | None] | None = None
 
 
 def rows_of_turns(
@@ -177,7 +180,7 @@ class QuantGeneration(VLLMGeneration):
         logps = samples.logps
         if logps is None:
             logps = [[None] * len(ids) for ids in samples.token_ids]
-        self.turns.append(Turn(prompts, logps, samples.routing))
+        self.turns.append(Turn(prompts, logps, samples.routing, samples.kept))
         return prompts, samples.token_ids, [*map(Column, logps)], [*map(Column, samples.token_ids)]
 
 

@@ -247,6 +247,8 @@ class CorrectionStep:
         batch = self.open_batch
         if batch is None:
             return
+        if self.trainer.step_scaling is not None:
+            self.trainer.step_scaling.add(batch, logps)
         if self.trainer.one_pass and "sampling_per_token_logps" in batch:
             batch["old_per_token_logps"] = logps
             scored = dict(batch)

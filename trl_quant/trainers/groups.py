@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..rollout.kept import Kept, then
 from ..rollout.routing import continued
 
 
@@ -22,6 +23,7 @@ class Completion:
         routing (`torch.Tensor` or `None`):
             The [`~rollout.routing`] of its prompt and its tokens so far, each as it was first computed; `None` if it is
             not known of all.
+        kept ([`~rollout.kept.Kept`] or `None`): What truncation left for its tokens; `None` if it is not known.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -29,8 +31,17 @@ class Completion:
     versions: list[int] = field(default_factory=list)
     has_ended: bool = False
     routing: Tensor | None = None
+    kept: Kept | None = None
 
-    def add(self, token_ids: list[int], logps: list, version: int, has_ended: bool, routing: Tensor | None) -> None:
+    def add(
+        self,
+        token_ids: list[int],
+        logps: list,
+        version: int,
+        has_ended: bool,
+        routing: Tensor | None,
+        kept: Kept | None = None,
+    ) -> None:
         """
         Adds what a generation, the `version`, has sampled. If an engine samples tokens without returning their routing,
         the completion loses what it had: a later call computes them again, with the experts of newer weights.
@@ -40,6 +51,8 @@ class Completion:
             self.routing = continued(self.routing, routing)
         elif token_ids:
             self.routing = None
+        if kept is not None:
+            self.kept = then(self.kept, kept, len(self.token_ids))
         self.token_ids += token_ids
         self.logps += logps
         self.versions += [version] * len(token_ids)
@@ -54,6 +67,7 @@ class Completion:
             "versions": torch.tensor(self.versions, dtype=torch.int32),
             "has_ended": self.has_ended,
             "routing": self.routing,
+            "kept": None if self.kept is None else tuple(self.kept),
         }
 
     @classmethod
@@ -61,7 +75,10 @@ class Completion:
         """Returns the completion that [`state_dict`] has described."""
         logps = [None if math.isnan(logp) else logp for logp in state["logps"].tolist()]
         ids, versions = state["token_ids"].tolist(), state["versions"].tolist()
-        return cls(ids, logps, versions, state["has_ended"], state.get("routing"))
+        kept = state.get("kept")
+        return cls(
+            ids, logps, versions, state["has_ended"], state.get("routing"), None if kept is None else Kept(*kept)
+        )
 
 
 @dataclass

@@ -238,9 +238,10 @@ class RolloutPool:
         """Context in which TRL "generates" the completions of `groups`. Yields this rank's part of their rows."""
         rows = self._part(groups)
         self._handed = [completion for _, completion in rows]
-        routing = [c.routing for c in self._handed]
         ids, logps = [c.token_ids for c in self._handed], [c.logps for c in self._handed]
-        samples = Samples(ids, logps, routing=None if all(one is None for one in routing) else routing)
+        carried = [[c.routing for c in self._handed], [c.kept for c in self._handed]]
+        routing, kept = (None if all(one is None for one in rows) else rows for rows in carried)
+        samples = Samples(ids, logps, routing=routing, kept=kept)
         generated = nullcontext() if self.sampler is None else self.trainer.vllm_generation.returning(samples)
         self.prompts, self.samples = [group.prompt for group, _ in rows], samples
         try:
@@ -335,9 +336,9 @@ class RolloutPool:
         if not samples.token_ids:
             return
         ended = samples.ended or [True] * len(completions)
-        routing = samples.routing or [None] * len(completions)
+        routing, kept = (rows or [None] * len(completions) for rows in (samples.routing, samples.kept))
         for i, completion in enumerate(completions):
-            completion.add(samples.token_ids[i], samples.logps[i], self.generation, ended[i], routing[i])
+            completion.add(samples.token_ids[i], samples.logps[i], self.generation, ended[i], routing[i], kept[i])
 
     def _take(self, count: int) -> list[Group]:
         """Takes the `count` oldest finished groups out of the pool."""

@@ -221,10 +221,11 @@ class QuantPrecision(CurrentNames):
     def save_generation(self, checkpoint: str) -> None:
         """Saves this rank's unfinished generation in a checkpoint."""
 
-    def routed(self, rows, model: nn.Module, mask: Tensor):
+    def carrying(self, rows, model: nn.Module, mask: Tensor):
         """
-        Returns what TRL calls with padded rows instead of a mixture of experts: it computes each token with the experts
-        that sampled it. `rows` is the model, or what stands in for it already; `mask` is 1 on tokens, (B, S).
+        Returns what TRL calls with padded rows instead of the model: it adds what the engine has returned with their
+        tokens ([`~trainers.carried`]). `rows` is the model, or what stands in for it already; `mask` is 1 on tokens,
+        (B, S).
         """
         return rows
 
@@ -270,14 +271,14 @@ class QuantPrecision(CurrentNames):
         rows = model
         if self._packed_rows is not None:
             rows = self._packed_rows(model, prompt=input_ids.shape[1] - logits_to_keep)
-        rows = self.routed(rows, model, attention_mask)
+        rows = self.carrying(rows, model, attention_mask)
         return super()._get_per_token_logps_and_entropies(
             rows, input_ids, attention_mask, logits_to_keep, *args, **kwargs
         )
 
     def _get_last_hidden_state(self, unwrapped_model, input_ids, attention_mask, *args, **kwargs):  # of distillation
         rows = unwrapped_model if self._packed_rows is None else PackedBackbone(unwrapped_model)
-        rows = self.routed(rows, unwrapped_model, attention_mask)
+        rows = self.carrying(rows, unwrapped_model, attention_mask)
         return super()._get_last_hidden_state(rows, input_ids, attention_mask, *args, **kwargs)
 
     # Reward: each function must return in time, and each reward must be finite

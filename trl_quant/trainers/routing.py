@@ -1,12 +1,8 @@
 """
 Routing replay in a trainer: from an engine's samples to the forward passes that score and train on them.
 
-[`~policy.routing`] says what replay is. TRL calls our trainer at several places between a generation and its losses;
-[`RoutingStep`] holds what they share.
+[`~policy.routing`] says what replay is, [`~trainers.carried`] when TRL calls what is here.
 """
-
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +10,8 @@ from torch import Tensor, nn
 from ..policy.routing import ROUTED, UNKNOWN, Routed, accept_routing, takes_routing
 from ..rollout.base import RolloutEngine
 from ..rollout.routing import continued
-from ..rollout.trl_face import Turn, rows_of_turns
+from ..rollout.trl_face import Turn
+from .carried import CarriedStep, mask_of
 
 
 class RoutedRows(nn.Module):
@@ -58,73 +55,40 @@ class RoutedRows(nn.Module):
         return {ROUTED: self.calls[-1]}
 
 
-class RoutingStep:
+class RoutingStep(CarriedStep):
     """
-    The routing of a trainer's samples, and its state between two calls of TRL.
-
-    The calls in their order, with what is read and written at each:
-
-    1. TRL samples, and `vllm_generation` records the routing of each turn.
-    2. `_generate` ends. [`take`] keeps the routing of each completion.
-    3. TRL scores the old policy and the reference. [`rows`] adds the routing to these passes.
-    4. `_generate_and_score_completions` ends. [`write`] adds the column `routed_experts` (B, S, L, k) to the batch. A
-       critic may still score the policy.
-    5. TRL shuffles the batch with this column, and splits it into micro-batches.
-    6. `_compute_loss` begins, for each micro-batch of each update. [`during_loss`] opens its column.
-    7. TRL's loss scores the current policy. [`rows`] adds the routing.
-    8. `_compute_loss` ends. [`during_loss`] logs what the pass has compared, and drops the column. The backward pass
-       may compute layers again, with the arguments of the pass in 7, which include the routing.
+    The routing of a trainer's samples: INT16, (B, S, L, k) as its rows are padded. A token keeps the experts of the
+    turn that sampled it, also where a later turn has computed it again.
 
     Args:
         trainer: The trainer, whose engine returns its routing.
         replays (`bool`): Whether the experts are replayed. If not, they are only compared.
-
-    Attributes:
-        samples (`list[torch.Tensor | None]` or `None`): The routing of each completion of the newest
-            generation, until its first loss.
-        opened (`torch.Tensor` or `None`): The column of the micro-batch whose loss TRL is computing.
     """
 
+    column = ROUTED
+
     def __init__(self, trainer, replays: bool):
-        self.trainer, self.replays = trainer, replays
-        self.samples: list[Tensor | None] | None = None
-        self.opened: Tensor | None = None
-        self._passes: list[RoutedRows] = []  # of the loss that TRL is computing
+        super().__init__(trainer)
+        self.replays = replays
         for model in filter(None, (trainer.model, getattr(trainer, "ref_model", None))):
             accept_routing(trainer.accelerator.unwrap_model(model))
 
-    def take(self, turns: list[Turn], prompts: list[list[int]], completions: list[list[int]]) -> None:
-        """
-        Takes the routing of a generation. A token keeps the experts of the turn that sampled it, also where a later
-        turn has computed it again.
+    def of_turn(self, turn: Turn) -> list[Tensor | None] | None:
+        return turn.routing
 
-        Args:
-            turns, prompts, completions: As [`~rollout.trl_face.rows_of_turns`] takes them.
+    def joined(self, before: Tensor | None, after: Tensor, so_far: int) -> Tensor:
+        return continued(before, after)
 
-        Raises:
-            `ValueError`: The run replays, and the engine has returned no routing.
-        """
-        if any(turn.routing is None for turn in turns) or not turns:
-            if self.trainer.args.router_replay:
-                raise ValueError(
-                    f"`router_replay`=True, but {type(self.trainer).__name__} sampled without the routing that it "
-                    "replays. An engine must return it with its samples, and a subclass that overrides "
-                    "`_generate_single_turn` must call `super()`. Else leave the field unset."
-                )
-            self.samples = [None] * len(prompts)
-            return
-        samples: list[Tensor | None] = [None] * len(prompts)
-        for turn, rows in rows_of_turns(turns, prompts, completions):
-            for place, row in rows:
-                if turn.routing[place] is not None:
-                    samples[row] = continued(samples[row], turn.routing[place])
-        self.samples = samples
+    def check_missing(self) -> None:
+        if self.trainer.args.router_replay:
+            raise ValueError(
+                f"`router_replay`=True, but {type(self.trainer).__name__} sampled without the routing that it "
+                "replays. An engine must return it with its samples, and a subclass that overrides "
+                "`_generate_single_turn` must call `super()`. Else leave the field unset."
+            )
 
     def padded(self, mask: Tensor) -> Tensor:
-        """
-        Returns the routing of the newest generation as its rows are padded: INT16, `(B, S, L, k)`, negative on padding
-        and where it is unknown. `mask` is 1 on tokens, `(B, S)`.
-        """
+        """Returns the routing of the newest generation, negative on padding and where it is unknown."""
         known = next((experts for experts in self.samples if experts is not None), torch.empty(0, 1, 1))
         padded = torch.full((*mask.shape, *known.shape[1:]), UNKNOWN, dtype=torch.int16)
         for row, experts in enumerate(self.samples):
@@ -133,45 +97,18 @@ class RoutingStep:
                 padded[row, places] = experts[: len(places)].to(torch.int16)
         return padded.to(mask.device)
 
-    def rows(self, rows, model: nn.Module, mask: Tensor):
-        """
-        Returns what stands in for a model that TRL calls with padded rows: it adds their routing, if there is any.
+    def fits(self, model: nn.Module) -> bool:
+        return takes_routing(model)
 
-        Args:
-            rows: The model, or what stands in for it already.
-            model (`nn.Module`): The model. One without the hooks of replay, such as a teacher, gets no routing.
-            mask (`torch.Tensor` of shape `(B, S)`): 1 on the tokens of all rows.
-        """
-        if self.opened is None and self.samples is None:
-            return rows
-        if not takes_routing(self.trainer.accelerator.unwrap_model(model)):
-            return rows
-        routed = RoutedRows(rows, self.padded(mask) if self.opened is None else self.opened, self.replays)
-        self._passes.append(routed)
-        return routed
+    def standing_in(self, rows, column: Tensor) -> RoutedRows:
+        return RoutedRows(rows, column, self.replays)
 
-    def write(self, batch: dict[str, Tensor]) -> None:
-        """Writes the column of a generation into its batch."""
-        if self.samples is not None:
-            batch[ROUTED] = self.padded(torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1))
-
-    @contextmanager
-    def during_loss(self, batch: dict[str, Tensor]) -> Iterator[None]:
-        """Context of TRL's `_compute_loss` on a micro-batch."""
-        self.opened, self.samples, self._passes = batch.get(ROUTED), None, []
-        try:
-            yield
-            if self._passes:
-                self._log(batch)
-        finally:
-            self.opened, self._passes = None, []
-
-    def _log(self, batch: dict[str, Tensor]) -> None:
-        """Logs over all ranks what the passes of a loss have compared, and the share of tokens without replay."""
-        compared = [call.compared for routed in self._passes for call in routed.calls]
+    def log(self, batch: dict[str, Tensor]) -> None:
+        """Logs what the passes have compared, and the share of tokens without replay."""
+        compared = [call.compared for routed in self.passes for call in routed.calls]
         layers = sorted(compared[0])
         counts = sum(torch.stack([found[layer] for layer in layers]) for found in compared)  # (layers, 2)
-        mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1).bool()
+        mask = mask_of(batch).bool()
         is_replayed = self.replays & mask & (self.opened >= 0).flatten(2).any(-1)
         last = mask.any(1).sum()  # nothing is predicted from the last token of a row
         tokens = torch.stack([is_replayed.sum(), mask.sum() - last]).unsqueeze(0)

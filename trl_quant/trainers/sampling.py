@@ -8,7 +8,7 @@ generation, and checks what it samples. [`~trainers.precision.QuantPrecision`] i
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,13 +20,16 @@ from ..rollout.engine import Engine, Enough, Request, Samples
 from ..rollout.trl_face import QuantGeneration
 from ..runs import checkpoints, unfinished
 from . import phases
+from .carried import CarriedStep
 from .checks import DrawnPrompts, check_ends_early, check_model, tell_noise
 from .correction_step import CorrectionStep, NoStep
 from .dynamic_sampling import DynamicPool
+from .kept import KeptStep, kept_step
 from .pool import RolloutPool
 from .positions import check_rows, fix_choice, models_of, own_prompts
 from .precision import QuantPrecision, follow_engine, train_as_sampled
 from .routing import RoutingStep, routing_step
+from .step_scaling import StepScaling
 
 
 logger = logging.getLogger(__name__)
@@ -50,12 +53,18 @@ class QuantSampling(QuantPrecision):
             returned; `None` if TRL's own order of sampling serves.
         routing ([`~trainers.routing.RoutingStep`] or `None`): The routing of the samples of a mixture of experts;
             `None` if the engine does not return it.
+        truncation ([`~trainers.kept.KeptStep`] or `None`): What `top_p`, `top_k` and `min_p` left to draw each token
+            from; `None` if the policy scores tokens among all.
+        step_scaling ([`~trainers.step_scaling.StepScaling`] or `None`): The scaling of the optimizer's steps, with
+            `ess_step_scaling`.
     """
 
     correction_step: CorrectionStep | NoStep = NoStep()
     drawn_prompts: DrawnPrompts | None = None  # without the constructor, everything is left to TRL's
     pool: RolloutPool | None = None
     routing: RoutingStep | None = None
+    truncation: KeptStep | None = None
+    step_scaling: StepScaling | None = None
     _engine: RolloutEngine | None = None  # `None` where TRL itself generates
     _has_told_unused = False
 
@@ -69,7 +78,16 @@ class QuantSampling(QuantPrecision):
         if self.args.rollouts_in_flight > 1:
             check_ends_early(self.args, generation.engine, self._engine.ends_early)
         self.pool = self._new_pool()
-        self.routing = None if self._engine is None else routing_step(self, self._engine)
+        if self._engine is not None:
+            self.truncation, self.routing = kept_step(self, self._engine), routing_step(self, self._engine)
+        if self.args.ess_step_scaling:
+            self.step_scaling = StepScaling(self)
+            self.add_callback(self.step_scaling)
+
+    @property
+    def carried(self) -> list[CarriedStep]:
+        """What is carried with the samples: the routing and the truncation, in the order in which they stand in."""
+        return [step for step in (self.truncation, self.routing) if step is not None]
 
     def _new_pool(self) -> RolloutPool | None:
         if self.args.dynamic_sampling_rounds:
@@ -130,8 +148,8 @@ class QuantSampling(QuantPrecision):
                 if requests is not None and self._engine.requests() == requests:
                     self._tell_unused()
         check_rows(self, *generated[:2])
-        if self.routing is not None:
-            self.routing.take(self.vllm_generation.turns, *generated[:2])
+        for step in self.carried:
+            step.take(self.vllm_generation.turns, *generated[:2])
         if self.args.noise_schedule is not None and self.model.training:
             self.log_values(self._engine.noise_metrics())
         return generated
@@ -254,23 +272,29 @@ class QuantSampling(QuantPrecision):
                 output = super()._generate_and_score_completions(rows)
             if self.pool.factor > 1:
                 output["ages"] = self.pool.ages(like=output["completion_ids"])
-        if self.routing is not None:
-            self.routing.write(output)
+        for step in self.carried:
+            step.write(output)
         if self._engine is not None and self.model.training:  # an evaluation leaves its metrics for the next step
             self.log_values(self._engine.take_metrics())
         return output
 
-    # Score and train: a mixture computes each token with the experts that sampled it
+    # Score and train: with the experts that sampled each token, over the tokens that were left to draw it from
 
-    def routed(self, rows, model, mask):
-        return rows if self.routing is None else self.routing.rows(rows, model, mask)
+    def carrying(self, rows, model, mask):
+        for step in self.carried:
+            rows = step.rows(rows, model, mask)
+        return rows
 
     def _compute_loss(self, model, inputs, *args):
-        with nullcontext() if self.routing is None else self.routing.during_loss(inputs):
+        with ExitStack() as steps:
+            for step in self.carried:
+                steps.enter_context(step.during_loss(inputs))
             return super()._compute_loss(model, inputs, *args)
 
     def train(self, *args, **kwargs):
         self.pool = self._new_pool()
+        if self.step_scaling is not None:
+            self.step_scaling.load_state_dict({})
         output = super().train(*args, **kwargs)
         if self.pool is not None:
             self.pool.tell_unfinished()
@@ -284,12 +308,16 @@ class QuantSampling(QuantPrecision):
     def sampling_state(self) -> dict:
         if self._engine is None:
             return {}
-        return self._engine.state_dict() | unfinished.progress(self) | {"global_step": self.state.global_step}
+        scaling = {} if self.step_scaling is None else self.step_scaling.state_dict()
+        progress = unfinished.progress(self) | {"global_step": self.state.global_step}
+        return self._engine.state_dict() | progress | scaling
 
     def load_sampling_state(self, checkpoint: str, state: dict) -> None:
         if self._engine is not None:
             self._engine.load_state_dict(state)
             self._step = unfinished.resume(self, checkpoint, state)
+            if self.step_scaling is not None:
+                self.step_scaling.load_state_dict(state)
             self._last_loaded_step = -1
             self._metrics["train"].clear()
         if self.pool is not None:

@@ -14,6 +14,7 @@ from training import config, lora, make, metrics
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
+from vllm import EngineArgs
 from vllm_engines import SMALL, engine, keep, policy, update
 from vllm_sampling import PLACES, PROMPTS, broken_off, cached, is_lean, plainly, reasons, sampled
 
@@ -21,7 +22,7 @@ from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.rollout.engine import Samples, requests_for
 from trl_quant.rollout.sampling_options import VLLM
 from trl_quant.rollout.vllm import worker
-from trl_quant.rollout.vllm.sampling import BlocksWithRoom, read
+from trl_quant.rollout.vllm.sampling import BlocksWithRoom, left_by, read
 
 
 pytestmark = pytest.mark.vllm
@@ -47,6 +48,34 @@ OPTIONS = {
     "seeds": {"seed": 3},  # each request has its own random state, in place of torch's
     "seeds, truncated": {"seed": 3, "top_p": 0.8},
 }
+
+
+@pytest.mark.parametrize("lean", [True, False])
+def test_what_truncation_left_comes_with_its_tokens(sampler, monkeypatch, lean):
+    """Here a runner is imitated that returns it, which vLLM has on GPUs alone: each token, and the one after it."""
+    if not hasattr(EngineArgs, "return_sampling_mask"):
+        pytest.skip("this version does not return what truncation left")
+    from vllm.v1.outputs import SamplingMaskLists
+
+    scheduler = sampler.llm.llm_engine.engine_core.engine_core.scheduler
+    update = scheduler.update_from_output
+
+    def updating(*args):
+        found = update(*args)
+        for output in (one for outputs in found.values() for one in outputs.outputs if one.new_token_ids):
+            (token,) = output.new_token_ids
+            output.new_sampling_mask = SamplingMaskLists(np.array([token, (token + 1) % 320]))
+        return found
+
+    monkeypatch.setattr(scheduler, "update_from_output", updating)
+    monkeypatch.setattr(sampler, "sampling", sampler.sampling if lean else plainly)
+    set_options(sampler, stop_token_ids=list(range(0, 250, 17)))
+    samples = sampler.draw(requests_for(PROMPTS))
+    assert len({*map(len, samples.token_ids)}) > 2
+    for ids, kept in zip(samples.token_ids, samples.kept, strict=True):
+        assert [left.tolist() for left in kept.ids()] == [[token, (token + 1) % 320] for token in ids]
+    several = SamplingMaskLists(np.array([5, 6, 7, 8, 9]), np.array([0, 2, 3, 5]))  # of three tokens in a step
+    assert [left.tolist() for left in left_by(several)] == [[5, 6], [7], [8, 9]]
 
 
 @pytest.mark.parametrize("option", OPTIONS)

@@ -176,6 +176,16 @@ NAMES = {
     f"{TRANSFER}.nccl_engine:NCCLWeightTransferUpdateInfo": "dtype_names names shapes",
 }
 
+# As `NAMES`, of what a version has that returns what truncation left, from 0.28 on
+NAMES_OF_TRUNCATION = {
+    "vllm:EngineArgs": "return_sampling_mask",
+    "vllm.outputs:CompletionOutput": "sampling_mask",
+    "vllm.outputs:SamplingMask": "token_ids",
+    "vllm.v1.engine:EngineCoreOutput": "new_sampling_mask",
+    "vllm.v1.outputs": "SamplingMaskLists",
+    "vllm.v1.outputs:SamplingMaskLists": "offsets token_ids",
+}
+
 # What we call or override: function -> parameters by position, and by keyword after `*`
 CALLS = {
     "vllm:LLM.apply_model": "func",
@@ -307,6 +317,14 @@ def test_names(path):
     assert not missing, f"vLLM's {path} has no {', '.join(missing)}"
 
 
+@pytest.mark.parametrize("path", NAMES_OF_TRUNCATION, ids=short)
+def test_names_of_truncation(path):
+    if not has(resolve("vllm:EngineArgs"), "return_sampling_mask"):
+        pytest.skip("this version does not return what truncation left")
+    missing = [name for name in NAMES_OF_TRUNCATION[path].split() if not has(resolve(path), name)]
+    assert not missing, f"vLLM's {path} has no {', '.join(missing)}"
+
+
 @pytest.mark.parametrize("path", CALLS, ids=short)
 def test_calls(path):
     function = resolve(path)
@@ -322,6 +340,7 @@ def test_calls(path):
 def test_the_lists_are_complete():
     """All that is imported from vLLM, and all classes by which linear layers are recognized, are named above."""
     named = {(path, name) for path, names in NAMES.items() for name in names.split()}
+    named |= {(path, name) for path, names in NAMES_OF_TRUNCATION.items() for name in names.split()}
     for path in [*NAMES, *CALLS]:
         module, _, attributes = path.partition(":")
         named.add((module, attributes.partition(".")[0]))

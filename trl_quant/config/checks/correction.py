@@ -118,6 +118,16 @@ def _ignored_by_loss(run: Given) -> bool:
     return not (kind.applied_by_trl or kind.ignores_sampler or run.spec.has_sampler)
 
 
+def _never_weighs(run: Given) -> bool:
+    """Whether the weight of every completion is 1 in every step."""
+    return run.args.samples_same_bits and run.args.one_update_per_generation
+
+
+def _steps_itself(run: Given) -> bool:
+    """Whether the optimizer steps inside the backward pass, before anything can set the step's learning rate."""
+    return "lomo" in run.args.optim or "layerwise" in run.args.optim
+
+
 RULES = (
     Rule(
         ("is_correction",),
@@ -230,6 +240,49 @@ RULES = (
         message="With one update per generation no clip bound acts, and `is_correction='acr'` is 'tis', bit for bit. "
         "They differ where a generation serves several updates (`num_iterations`, `steps_per_generation`).",
         error=None,
+    ),
+    Rule(
+        ("ess_step_scaling", "rollout_precision"),
+        when=lambda run: run.args.ess_step_scaling and run.spec.sampler is None,
+        message="`ess_step_scaling`=True needs an engine of this package, but `rollout_precision` is not set. Set "
+        "`rollout_precision='bf16'` for one without quantization.",
+    ),
+    Rule(
+        ("ess_step_scaling",),
+        when=lambda run: run.args.ess_step_scaling and not (run.args.has_correction and run.args.has_rewards),
+        message="`ess_step_scaling`=True scales the steps of a loss that weighs the rewards of whole completions, such "
+        "as QuantGRPOTrainer's, and this is a {args.__class__.__name__}. Leave it unset.",
+    ),
+    Rule(
+        ("ess_step_scaling",),
+        when=lambda run: run.args.ess_step_scaling and run.args.denoises,
+        message="`ess_step_scaling`=True needs the probability of a whole completion. A masked diffusion model has "
+        "one-step estimates of single tokens, whose product is not that probability. Leave it unset.",
+    ),
+    Rule(
+        ("ess_step_scaling", "vllm_importance_sampling_correction"),
+        when=lambda run: run.args.ess_step_scaling and not run.args.vllm_importance_sampling_correction,
+        message="`ess_step_scaling`=True compares the sampler with the trainer, which "
+        "`vllm_importance_sampling_correction=False` switches off. Leave that at True.",
+    ),
+    Rule(
+        ("ess_step_scaling", "exact_rollouts"),
+        when=lambda run: run.args.ess_step_scaling and _never_weighs(run),
+        message="`ess_step_scaling`=True with `exact_rollouts`=True and one update per generation: sampler and trainer "
+        "have the same bits at each step, so every weight is 1 and no step is scaled. Unset one of the two.",
+    ),
+    Rule(
+        ("ess_step_scaling", "optim"),
+        when=lambda run: run.args.ess_step_scaling and _steps_itself(run),
+        message="`ess_step_scaling`=True with `optim`={args.optim!r}, which steps during the backward pass, before the "
+        "weights of a step are known. Use another optimizer.",
+    ),
+    Rule(
+        ("ess_step_scaling",),
+        when=lambda run: run.args.ess_step_scaling and run.args.deepspeed_plugin is not None,
+        message="`ess_step_scaling`=True with DeepSpeed, whose engine steps inside the backward pass, before the "
+        "weights of a step are known. Use DDP or FSDP2.",
+        needs="arguments",
     ),
     Rule(
         ("reward_clip_range",),

@@ -3,7 +3,7 @@
 from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
 from transformers.utils import is_liger_kernel_available
 
-from ...rollout.vllm.support import check_device, check_returns_routing, check_version
+from ...rollout.vllm.support import check_device, check_returns_kept, check_returns_routing, check_version
 from ..given import Given
 from .rule import Rule, refusal
 
@@ -65,6 +65,12 @@ RULES = (
         ("router_replay",),
         when=lambda run: run.args.router_replay and run.spec.source == "colocate" and refusal(check_returns_routing),
         message="`router_replay`=True: {found}",
+        needs="machine",
+    ),
+    Rule(
+        ("truncation_replay",),
+        when=lambda run: run.args.truncation_replay and run.spec.source == "colocate" and refusal(check_returns_kept),
+        message="`truncation_replay`=True: {found}",
         needs="machine",
     ),
 )

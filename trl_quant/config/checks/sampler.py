@@ -7,6 +7,7 @@ from ...models.families import families_with, is_tested
 from ...policy.masked import is_bidirectional
 from ...precisions import in_vllm
 from ...rollout.sampling_options import (
+    TRUNCATING,
     UNSUPPORTED_GENERATION_KWARGS,
     biasing_options,
     breaks_when_continued,
@@ -15,6 +16,7 @@ from ...rollout.sampling_options import (
     not_taken,
 )
 from ..given import Given
+from ..truncation import replays, truncating_options, why_not_replayed
 from ..values import check_choice, listed
 from .rule import Rule, acts_only, refusal
 
@@ -53,6 +55,8 @@ def _unknown_cache(run: Given) -> str | None:
 def _bias(run: Given) -> str:
     """Lists the sampling options that bias the ratio of a sampler and its trainer."""
     biasing = biasing_options(run.args) if run.spec.has_sampler else {}
+    if replays(run.args):
+        biasing = {name: value for name, value in biasing.items() if name not in TRUNCATING}
     return " and ".join(f"`{name}`={value!r}" for name, value in biasing.items())
 
 
@@ -201,6 +205,17 @@ RULES = (
         "the sampling options and not from `rollout_precision`. Without any quantization, the mean weight is 0.9 with "
         "top_p=0.9, and the mean size of log w is 0.02 with repetition_penalty=1.3.",
         error=None,
+    ),
+    Rule(
+        ("truncation_replay",),
+        when=lambda run: run.args.truncation_replay and not truncating_options(run.args),
+        message="`truncation_replay`=True acts only with `top_p`, `top_k` or `min_p`, which leave out unlikely tokens.",
+    ),
+    Rule(
+        ("truncation_replay",),
+        when=lambda run: run.args.truncation_replay and why_not_replayed(run.args, run.others),
+        message="`truncation_replay`=True cannot act: {found}. Leave it unset.",
+        needs="arguments",
     ),
     Rule(
         ("rollout_precision",),

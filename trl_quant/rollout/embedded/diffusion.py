@@ -50,8 +50,9 @@ from ...policy.masked import IGNORED, MaskedRows, PromptMasks, mask_token_of, sh
 from ...precisions import PRECISIONS, with_products
 from ...trl_seams import add_scoring_head
 from ..engine import Enough, Request, Samples
+from .drawing import lengths_to_end
 from .shared_base import SharedEngine
-from .transformers_engine import TransformersEngine, lengths_to_end
+from .transformers_engine import TransformersEngine
 
 
 CHUNK = 2**26  # logits that are held in float64 at once

@@ -13,17 +13,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    MinPLogitsWarper,
     PreTrainedModel,
     ProcessorMixin,
-    StoppingCriteria,
     StoppingCriteriaList,
-    StopStringCriteria,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 from transformers.initialization import no_init_weights
 
@@ -39,85 +31,17 @@ from ...policy.unified import fuse, is_silu
 from ..base import RolloutEngine, count_layers
 from ..engine import Enough, Request, RolloutNoise, Samples
 from ..routing import split_by_request
-from ..sampling_options import check_supported
+from ..sampling_options import check_supported, truncating
 from ..tensors import default_dtype, ties_embeddings
 from ..tokenizer import id_list
 from ..verify.copy_check import copy_check
+from .drawing import Ends, Least, SampledLogps, lengths_to_end, warpers
 
 
 logger = logging.getLogger(__name__)
 
 # A processor's results that have a value for each token of a prompt: 0 for text
 OF_EACH_TOKEN = ("token_type_ids", "mm_token_type_ids")
-
-
-class _SampledLogps(LogitsProcessor):
-    """The last logits processor. Collects at each step the log-probability of the token that is sampled."""
-
-    def __init__(self):
-        self.logps: list[Tensor] = []
-        self._scores = None
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        self.take(input_ids[:, -1])
-        self._scores = scores
-        return scores
-
-    def take(self, token_ids: torch.LongTensor) -> None:
-        """Takes the tokens (B,) that were sampled from the last scores."""
-        if self._scores is not None:
-            chosen = self._scores.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)
-            self.logps.append((chosen - self._scores.logsumexp(-1)).float())
-
-
-class _Likeliest(LogitsProcessor):
-    """Keeps only the likeliest token (of equals, the first), for a temperature of 0. Raises for NaN and infinity."""
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        if not scores.amax(-1).isfinite().all():  # `amax` is NaN if any score is
-            raise ValueError("The model computes scores that are not finite, so no token is the likeliest.")
-        return torch.full_like(scores, -torch.inf).scatter(-1, scores.argmax(-1, keepdim=True), 0.0)
-
-
-class _Least(LogitsProcessor):
-    """Forbids the `end_ids` to each row until it has sampled the `least` number of tokens, (B,)."""
-
-    def __init__(self, least: Tensor, end_ids: list[int]):
-        self.least, self.end_ids, self.tokens = least, torch.tensor(end_ids, device=least.device), 0
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        is_end = torch.isin(torch.arange(scores.shape[-1], device=scores.device), self.end_ids)
-        is_forbidden = is_end & (self.least > self.tokens)[:, None]  # (B, vocabulary)
-        self.tokens += 1
-        return scores.masked_fill(is_forbidden, -torch.inf)
-
-
-class _Ends(StoppingCriteria):
-    """
-    Says where each row ends: with one of `end_ids`, with one of the `strings`, after the `rest` of its tokens, (B,), or
-    with all others once `enough` says so.
-
-    Attributes:
-        columns (`list[torch.Tensor]`): For each sampled token, whether each row may end with it, (B,).
-        ended (`torch.Tensor`): Whether each row has ended by itself, (B,).
-        is_early (`bool`): Whether `enough` has ended the others.
-    """
-
-    def __init__(self, rest: Tensor, end_ids: list[int], strings, tokenizer, enough: Enough | None):
-        self.rest, self.end_ids, self.enough = rest, torch.tensor(end_ids, device=rest.device), enough
-        self.strings = StopStringCriteria(tokenizer, strings) if strings else None
-        self.columns: list[Tensor] = []
-        self.ended = torch.zeros_like(rest, dtype=torch.bool)
-        self.is_early = False
-
-    def __call__(self, input_ids: torch.LongTensor, scores, **kwargs) -> Tensor:
-        is_end = torch.isin(input_ids[:, -1], self.end_ids) | (self.rest <= len(self.columns) + 1)
-        if self.strings is not None:
-            is_end |= self.strings(input_ids, scores)
-        self.columns.append(is_end)
-        self.ended |= is_end
-        self.is_early = self.enough is not None and not self.ended.all() and self.enough(self.ended.tolist())
-        return self.ended | self.is_early
 
 
 class TransformersEngine(RolloutEngine):
@@ -147,6 +71,8 @@ class TransformersEngine(RolloutEngine):
     Parameters:
         cache_implementation (`str`, *optional*):
             The class of KV cache, by transformers' name, such as `"static"`.
+        returns_kept (`bool`, *optional*, defaults to `True`):
+            Whether to return the tokens that `top_p`, `top_k` and `min_p` leave ([`~rollout.kept`]).
 
     Attributes:
         copy (`PreTrainedModel`): The model that samples.
@@ -158,8 +84,9 @@ class TransformersEngine(RolloutEngine):
     multiplies_codes = False
     reads_images = False
 
-    def __init__(self, *args, cache_implementation: str | None = None, **kwargs):
+    def __init__(self, *args, cache_implementation: str | None = None, returns_kept: bool = True, **kwargs):
         super().__init__(*args, **kwargs)
+        self.returns_kept = returns_kept
         self.cache_implementation = cache_implementation
         check_supported(self.settings.generation_kwargs)
         self.copy = self.build_copy(self.weights.base_model)
@@ -364,13 +291,14 @@ class TransformersEngine(RolloutEngine):
 
         Returns:
             [`Samples`]: The completions, with the log-probability, in nats, with which each token was sampled: after
-            temperature, top-k, top-p and min-p. A mixture's have their routing too.
+            temperature, top-k, top-p and min-p, and with these the tokens that they left. A mixture's have their
+            routing too.
         """
         self._check_prompts(requests, processed)
         prompts = [request.given for request in requests]
         device, tokenizer, options = self.accelerator.device, self.tokenizer, self._generation_options()
-        sampled = _SampledLogps()
-        processors = _warpers(options, device)
+        sampled = SampledLogps(self.returns_kept and bool(truncating(options)))
+        processors = warpers(options, device)
         processors.append(sampled)
         # `generation_kwargs` may add tokens that end a completion. TRL's own always do.
         end_ids = [*self.eos_token_ids, *id_list(options.pop("eos_token_id", None))]
@@ -386,14 +314,14 @@ class TransformersEngine(RolloutEngine):
             options["max_new_tokens"] = max(rest)
         if any(request.sampled for request in requests) and options.get("min_new_tokens") and end_ids:
             least = [options["min_new_tokens"] - len(request.sampled) for request in requests]
-            processors.insert(0, _Least(torch.tensor(least, device=device), end_ids))
+            processors.insert(0, Least(torch.tensor(least, device=device), end_ids))
             options["min_new_tokens"] = None
         config = GenerationConfig(**defaults | options | fixed)
         self.copy.generation_config = config
 
         input_ids = _left_padded(prompts, tokenizer.pad_token_id, device)
         longest = input_ids.shape[1]
-        ends = _Ends(torch.tensor(rest, device=device), end_ids, strings, tokenizer, enough)
+        ends = Ends(torch.tensor(rest, device=device), end_ids, strings, tokenizer, enough)
         attention_mask = _left_padded([[1] * len(ids) for ids in prompts], 0, device)
         fields = {
             name: field.to(device) if isinstance(field, Tensor) else _left_padded(field, 0, device)
@@ -417,7 +345,8 @@ class TransformersEngine(RolloutEngine):
         logps = [row[:length] for row, length in zip(logps, lengths, strict=True)]
         layers = self.copy.config.get_text_config().num_hidden_layers
         routing = split_by_request(choices, layers, [*map(len, prompts)], lengths) if choices else None
-        return Samples(token_ids, logps, ends.ended.tolist() if ends.is_early else None, routing)
+        kept = sampled.kept(lengths) if sampled.keeps else None
+        return Samples(token_ids, logps, ends.ended.tolist() if ends.is_early else None, routing, kept)
 
     def _check_prompts(self, requests: list[Request], processed: Mapping[str, Any] | None) -> None:
         """Raises `ValueError` for images that the processor has not prepared, and for tokens that the model lacks."""
@@ -453,35 +382,7 @@ def _for_given(processed: Mapping[str, Any], requests: list[Request]) -> dict[st
     return {**processed, **longer}
 
 
-def lengths_to_end(is_end: Tensor) -> list[int]:
-    """
-    Returns the length of each completion, up to and including its first end, or in full if it has none.
-
-    Args:
-        is_end (`torch.Tensor` of shape `(B, T)`): Booleans, true where a completion may end.
-    """
-    return torch.where(is_end.any(1), is_end.int().argmax(1) + 1, is_end.shape[1]).tolist()
-
-
 def _left_padded(rows: list[list[int]], value: int, device: torch.device) -> torch.LongTensor:
     """Pads rows of different lengths on the left to one tensor of shape (batch, longest)."""
     tensors = [torch.tensor(row) for row in rows]
     return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side="left").to(device)
-
-
-def _warpers(options: dict, device: torch.device) -> LogitsProcessorList:
-    """Moves temperature, top-k, top-p and min-p from `options` to processors, in transformers' order."""
-    temperature, top_k = options.pop("temperature"), options.pop("top_k")
-    top_p, min_p = options.pop("top_p"), options.pop("min_p")
-    processors = LogitsProcessorList()
-    if temperature == 0:
-        processors.append(_Likeliest())
-    elif temperature != 1.0:
-        processors.append(TemperatureLogitsWarper(temperature))
-    if top_k and top_k != -1:  # -1 means none in vLLM
-        processors.append(TopKLogitsWarper(top_k))
-    if top_p < 1.0:
-        processors.append(TopPLogitsWarper(top_p))
-    if min_p:
-        processors.append(MinPLogitsWarper(min_p))
-    return processors

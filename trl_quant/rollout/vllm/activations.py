@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .adapter import names_in_vllm, places
+from .sampling import checking
 
 
 def activations(engine, tokens: list[int], names: list[str]) -> dict[str, Tensor]:
@@ -25,8 +26,6 @@ def activations(engine, tokens: list[int], names: list[str]) -> dict[str, Tensor
     Raises:
         `ValueError`: vLLM's model lacks the norm before the head.
     """
-    from vllm import SamplingParams
-
     (model,) = engine.llm.apply_model(lambda model: model)
     *names, logits = names
     found: dict[str, list[Tensor]] = {name: [] for name in names}
@@ -42,7 +41,7 @@ def activations(engine, tokens: list[int], names: list[str]) -> dict[str, Tensor
             handles.append(vllm_modules[vllm_name].register_forward_hook(partial(_record, found, name)))
     engine.llm.reset_prefix_cache()
     try:
-        one_token = SamplingParams(temperature=0, max_tokens=1)
+        one_token = checking(engine.bound, max_tokens=1)
         engine.llm.generate([{"prompt_token_ids": tokens}], one_token, use_tqdm=False)
     finally:
         for handle in handles:

@@ -27,7 +27,7 @@ from ..fingerprint import Fingerprint, fingerprint
 from ..verify.kv_cache import KVCache
 from ..weights import PolicyWeights
 from .base import VLLMBase
-from .sampling import nothing_left_behind, parameters, sampled, sampling_lean
+from .sampling import greedy_logps, nothing_left_behind, parameters, sampled, sampling_lean
 from .speculation import Drafts, counting_drafts
 from .support import (
     RANK_ON_CPU,
@@ -69,6 +69,9 @@ class VLLMEngine(VLLMBase):
             Whether the results for a token must not depend on the other tokens of its batch; see [`exact`].
         returns_routing (`bool`, *optional*, defaults to `False`):
             Whether vLLM is asked for the routing of experts ([`~rollout.routing`]). It returns none on a CPU.
+        returns_kept (`bool`, *optional*, defaults to `False`):
+            Whether vLLM is asked for what truncation left ([`~rollout.kept`]). It takes only requests with a `top_k`
+            and a temperature above 0 then.
 
     Attributes:
         pushed (`dict[str, torch.Tensor]`): The adapter that the engine holds, with `lora_sync="adapter"`.
@@ -90,10 +93,11 @@ class VLLMEngine(VLLMBase):
         sleep_level: int = DISCARDS,
         exact: bool = False,
         returns_routing: bool = False,
+        returns_kept: bool = False,
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
-        self.returns_routing = returns_routing
+        self.returns_routing, self.returns_kept = returns_routing, returns_kept
         self.engine_kwargs = dict(engine_kwargs or {})
         self.lora_sync = lora_sync
         self.exact = exact
@@ -243,6 +247,8 @@ class VLLMEngine(VLLMBase):
         self.returns_routing = self.returns_routing and returns_routing_of(self.weights.base_model, arguments)
         if self.returns_routing:
             arguments["enable_return_routed_experts"] = True
+        if self.returns_kept:
+            arguments["return_sampling_mask"] = True
         outside = outside_decoder(self.weights.base_model, config.architectures or [], self.vllm.model_impl)
         if self.on_cpu and self.vllm.tensor_parallel_size > 1:
             arguments.setdefault("worker_cls", RANK_ON_CPU)
@@ -445,12 +451,19 @@ class VLLMEngine(VLLMBase):
         with nothing_left_behind(self.llm), counting_drafts(self.llm, self.drafts), self.sampling() as further:
             options = self.tempering() | {"n": 1, "max_tokens": self.settings.max_completion_length, "logprobs": 0}
             options |= self.further_options() | further
+            if self.returns_kept and options["top_k"] <= 0:
+                options["top_k"] = self.vocabulary  # as many as there are
             asked = partial(parameters, options, self.settings.structured_outputs_regex)
             image_token = getattr(self.processing_class, "image_token_id", None)
-            samples = sampled(self.llm, everyones, asked, enough, image_token)
+            samples = sampled(self.llm, everyones, asked, enough, image_token, self.vocabulary)
         own = slice(start, start + len(requests))
-        ended, routing = (each and each[own] for each in (samples.ended, samples.routing))
-        return Samples(samples.token_ids[own], samples.logps[own], ended, routing)
+        others = (each and each[own] for each in (samples.ended, samples.routing, samples.kept))
+        return Samples(samples.token_ids[own], samples.logps[own], *others)
+
+    @property
+    def bound(self) -> int | None:
+        """The `top_k` of a check, as in [`~sampling.checking`]; `None` if vLLM takes greedy requests."""
+        return self.vocabulary if self.returns_kept else None
 
     def _gathered(self, requests: list[Request]) -> tuple[list[Request], int]:
         """Returns the requests of all ranks that form this engine, and the place of this rank's first among them."""
@@ -462,22 +475,7 @@ class VLLMEngine(VLLMBase):
         return [request for rows in by_rank for request in rows], sum(map(len, before))
 
     def logps(self, prompts: list[list[int]], new_tokens: int) -> tuple[list[list[int]], list[Tensor]]:
-        from vllm import SamplingParams
-
-        inputs = [{"prompt_token_ids": ids} for ids in prompts]
-        # Greedy decoding does not advance the random state of the run's samples
-        continuing = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, logprobs=0)
-        scoring = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-        with nothing_left_behind(self.llm):
-            sampled = self.llm.generate(inputs, continuing, use_tqdm=False)
-            scored = self.llm.generate(inputs, scoring, use_tqdm=False)
-        sequences, logps = [], []
-        for ids, continued, prompt in zip(prompts, sampled, scored, strict=True):
-            completion = continued.outputs[0]
-            sequences.append([*ids, *completion.token_ids])
-            steps = [*prompt.prompt_logprobs[1:], *completion.logprobs]
-            logps.append(torch.tensor([step[t].logprob for t, step in zip(sequences[-1][1:], steps, strict=True)]))
-        return sequences, logps
+        return greedy_logps(self.llm, prompts, new_tokens, self.bound)
 
     def read_caches(self) -> list[dict[int, KVCache]]:
         from . import worker

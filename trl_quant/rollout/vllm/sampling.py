@@ -29,6 +29,7 @@ from torch import Tensor
 from ...trl_seams import exchanged
 from ..answers import fault_of_end
 from ..engine import Enough, Request, Samples
+from ..kept import Kept
 from ..settings import SamplingSettings
 
 
@@ -71,6 +72,42 @@ def reduced(options: dict, tokens: int) -> dict:
     return options | {name: max(0, limit - tokens) for name, limit in limits.items()}
 
 
+def checking(bound: int | None, **given):
+    """
+    Returns vLLM's `SamplingParams` for the tokens of a check. They are greedy, which does not advance the random state
+    of the run's samples. A vLLM that returns what truncation left refuses greedy requests and those without `top_k`:
+    there the `bound`, the number of all tokens, is its `top_k`, and the random numbers are the request's own.
+    """
+    from vllm import SamplingParams
+
+    drawing = {"temperature": 0} if bound is None else {"temperature": 1.0, "top_k": bound, "seed": 0}
+    return SamplingParams(**drawing | given)
+
+
+def greedy_logps(llm, prompts: list[list[int]], new_tokens: int, bound: int | None) -> tuple[list, list[Tensor]]:
+    """
+    Continues prompts as [`checking`] draws, and scores them; see [`~rollout.vllm.base.VLLMBase.logps`].
+
+    Args:
+        llm: vLLM's `LLM`.
+        prompts (`list[list[int]]`): Token ids.
+        new_tokens (`int`): The tokens that each gets.
+        bound (`int` or `None`): As in [`checking`].
+    """
+    inputs = [{"prompt_token_ids": ids} for ids in prompts]
+    continuing = checking(bound, max_tokens=new_tokens, ignore_eos=True, logprobs=0)
+    with nothing_left_behind(llm):
+        continued = llm.generate(inputs, continuing, use_tqdm=False)
+        scored = llm.generate(inputs, checking(bound, max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+    sequences, logps = [], []
+    for ids, output, prompt in zip(prompts, continued, scored, strict=True):
+        completion = output.outputs[0]
+        sequences.append([*ids, *completion.token_ids])
+        steps = [*prompt.prompt_logprobs[1:], *completion.logprobs]
+        logps.append(torch.tensor([step[t].logprob for t, step in zip(sequences[-1][1:], steps, strict=True)]))
+    return sequences, logps
+
+
 def vllm_prompt(request: Request, image_token: int | None = None) -> dict:
     """
     Returns a request's prompt as vLLM takes it: with one `image_token` for each image, which vLLM replaces by as many
@@ -96,10 +133,10 @@ def check_prompts(requests: list[Request], outputs) -> None:
             )
 
 
-def read(outputs, unfinished: Collection[str] = ()) -> Samples:
+def read(outputs, unfinished: Collection[str] = (), vocabulary: int = 0) -> Samples:
     """
     Returns the samples in vLLM's outputs, each with one completion. `unfinished` are the requests that [`EndedEarly`]
-    has ended.
+    has ended. `vocabulary` is the number of the model's tokens.
 
     Raises:
         `RuntimeError`: vLLM has dropped another completion before its end.
@@ -112,15 +149,23 @@ def read(outputs, unfinished: Collection[str] = ()) -> Samples:
         raise RuntimeError(f"vLLM returned samples that cannot be used: {fault}.")
     ids, logps = [list(each.token_ids) for each in completions], [logps_of(each) for each in completions]
     routing = [routing_of(each) for each in completions]
-    return Samples(ids, logps, ended if unfinished else None, routing if any(x is not None for x in routing) else None)
+    carried = routing, [kept_of(each, vocabulary) for each in completions]
+    routing, kept = (rows if any(row is not None for row in rows) else None for rows in carried)
+    return Samples(ids, logps, ended if unfinished else None, routing, kept)
 
 
 def sampled(
-    llm, requests: list[Request], asked: Callable, enough: Enough | None, image_token: int | None = None
+    llm,
+    requests: list[Request],
+    asked: Callable,
+    enough: Enough | None,
+    image_token: int | None = None,
+    vocabulary: int = 0,
 ) -> Samples:
     """
     Samples from vLLM's `llm`; see [`~rollout.engine.Engine`]. `asked` returns the `SamplingParams` of a request with a
     number of tokens so far. `image_token` stands for an image in a prompt, once or for each of its features.
+    `vocabulary` is the number of the model's tokens.
 
     Raises:
         `RuntimeError`: vLLM has dropped a completion before its end, or has read another prompt.
@@ -131,7 +176,7 @@ def sampled(
     with ending_early(llm, enough) as unfinished:
         outputs = llm.generate(prompts, sampling_params=each, use_tqdm=False)
     check_prompts(requests, outputs)
-    return read(outputs, unfinished)
+    return read(outputs, unfinished, vocabulary)
 
 
 def logps_of(completion) -> list[float | None]:
@@ -150,6 +195,17 @@ def routing_of(completion) -> Tensor | None:
     """Returns the [`~rollout.routing`] of a completion; `None` if vLLM returns none."""
     experts = completion.routed_experts
     return None if experts is None else torch.from_numpy(experts.astype(np.int16))
+
+
+def kept_of(completion, vocabulary: int) -> Kept | None:
+    """
+    Returns what truncation left for a completion's tokens; `None` if vLLM, or a version before 0.28, returns nothing.
+    It is arrays where the lean sampling has collected them, and else vLLM's object.
+    """
+    found = getattr(completion, "sampling_mask", None)
+    if found is None:
+        return None
+    return Kept.of(found if isinstance(found, list) else map(np.array, found.token_ids), vocabulary)
 
 
 @contextmanager
@@ -271,23 +327,25 @@ class HeldOutputs:
     """
     Replaces vLLM's `OutputProcessor.process_outputs` and collects the tokens of a completion until it ends. vLLM then
     processes all of them at once, without log-probabilities, and these are added to its output as a `list[float]`, in
-    nats. The routing of a mixture of experts, which vLLM returns in parts, is joined too.
+    nats. The routing of a mixture of experts and what truncation left, which vLLM returns in parts, are joined too.
     """
 
     def __init__(self, processor):
         self.process = processor.process_outputs
-        # request -> (its first output, its token ids, their log-probabilities, parts of its routing)
+        # request -> (its first output, its token ids, their log-probabilities, parts of its routing, what was left)
         self.held: dict[str, tuple] = {}
 
     def __call__(self, outputs, *args, **kwargs):
-        ended, ended_logps = [], []
+        ended, collected = [], []
         for output in outputs:
             if output.request_id not in self.held:
-                self.held[output.request_id] = output, [], [], []
-            first, ids, logps, routing = self.held[output.request_id]
+                self.held[output.request_id] = output, [], [], [], []
+            first, ids, logps, routing, left = self.held[output.request_id]
             ids.extend(output.new_token_ids)
             if output.routed_experts is not None:
                 routing.append(output.routed_experts)
+            if getattr(output, "new_sampling_mask", None) is not None:
+                left.extend(left_by(output.new_sampling_mask))
             if output.new_logprobs is not None:
                 logps.extend(output.new_logprobs)
             if output.finish_reason is not None:
@@ -296,12 +354,19 @@ class HeldOutputs:
                 first.finish_reason, first.stop_reason = output.finish_reason, output.stop_reason
                 first.routed_experts = np.concatenate(routing) if routing else None
                 ended.append(first)
-                ended_logps.append(logps)
+                collected.append((logps, left))
         processed = self.process(ended, *args, **kwargs)
-        for output, logps in zip(processed.request_outputs, ended_logps, strict=True):
+        for output, (logps, left) in zip(processed.request_outputs, collected, strict=True):
             (completion,) = output.outputs
             completion.logprobs = logps
+            if left:
+                completion.sampling_mask = left
         return processed
+
+
+def left_by(masks) -> list[np.ndarray]:
+    """Returns the ids of each token in vLLM's `SamplingMaskLists`, which has no offsets for a single token."""
+    return [masks.token_ids] if masks.offsets is None else np.split(masks.token_ids, masks.offsets[1:-1])
 
 
 class BlocksWithRoom:

@@ -48,6 +48,7 @@ RESERVED = {
     "enable_lora": "`lora_sync='adapter'`",
     "distributed_executor_backend": "the trainer, which launches the workers",
     "logprobs_mode": "the trainer, which needs `'processed_logprobs'`",
+    "return_sampling_mask": "`truncation_replay`",
     "seed": "the trainer's `seed`",
 }
 
@@ -255,6 +256,18 @@ def check_returns_routing() -> None:
     if current_platform.is_cpu():
         raise ValueError(
             "vLLM returns the routing of experts from its second model runner, which needs a GPU. Set "
+            "`use_vllm=False`, or leave the field unset."
+        )
+
+
+def check_returns_kept() -> None:
+    """Raises `ValueError` if the installed vLLM, or its runner on this device, cannot return what truncation left."""
+    from vllm import EngineArgs
+    from vllm.platforms import current_platform
+
+    if not hasattr(EngineArgs, "return_sampling_mask") or current_platform.is_cpu():
+        raise ValueError(
+            "vLLM returns what truncation left from 0.28 on, from its second model runner, which needs a GPU. Set "
             "`use_vllm=False`, or leave the field unset."
         )
 
