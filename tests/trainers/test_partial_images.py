@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from PIL import Image
+from readers import picture, reader
 from remembering import assert_goes_on, in_flight, returned
-from tiny import tiny_reader
 from torch import nn
 from training import Killed, killing, metrics, parameters, scored_batches, trainer_for
 from transformers import ProcessorMixin
@@ -31,11 +30,6 @@ KINDS = {"GRPO": QuantGRPOTrainer, "RLOO": QuantRLOOTrainer, "distillation": Qua
 ENDS = {"generation_kwargs": {"eos_token_id": [*range(0, 255, 7)]}}
 
 
-def picture(number: int) -> Image.Image:
-    pixels = torch.randint(0, 256, (20, 30, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(number))
-    return Image.fromarray(pixels.numpy())
-
-
 def data(column: str | None, rows: int = 8) -> Dataset:
     """Conversations of different lengths, without images, with one each, or with one or two."""
     found = {"prompt": [[{"role": "user", "content": "look" * (1 + i % 3) + str(i)}] for i in range(rows)]}
@@ -48,12 +42,12 @@ def data(column: str | None, rows: int = 8) -> Dataset:
 
 def built(path, column, kind="GRPO", seed=0, **given):
     """Two groups, or four completions, a generation; weights that move visibly at each step."""
-    policy, processor = tiny_reader(seed)
+    policy, processor = reader("gemma3", seed=seed)
     settings = {"rollout_precision": "bf16", "rollouts_in_flight": 2.0, "per_device_train_batch_size": 4}
     settings |= {"max_completion_length": 40, "max_steps": 4, "optim": "sgd", "learning_rate": 0.01}
     settings |= {"lr_scheduler_type": "constant", **ENDS}
     if kind == "distillation":
-        settings |= {"is_correction": "tis", "teacher_model": tiny_reader(4)[0]}
+        settings |= {"is_correction": "tis", "teacher_model": reader("gemma3", seed=4)[0]}
     else:
         settings |= {"num_generations": 2, "beta": 0.0, "reward_funcs": killing(None)}
     settings |= {"processing_class": processor, "train_dataset": data(column), "kind": KINDS[kind]}

@@ -22,11 +22,12 @@ from ...reading import reading
 from ...run_spec import DISCARDS, EngineSpec
 from ...storage.quantization import check_prepared
 from ...trl_seams import empty_cache
-from ..engine import Enough, Request, RolloutNoise, Samples
+from ..engine import Enough, Request, RolloutNoise, Samples, requests_for
 from ..fingerprint import Fingerprint, fingerprint
 from ..verify.kv_cache import KVCache
 from ..weights import PolicyWeights
 from .base import VLLMBase
+from .images import generated
 from .sampling import nothing_left_behind, parameters, sampled, sampling_lean
 from .speculation import Drafts, counting_drafts
 from .support import (
@@ -446,8 +447,7 @@ class VLLMEngine(VLLMBase):
             options = self.tempering() | {"n": 1, "max_tokens": self.settings.max_completion_length, "logprobs": 0}
             options |= self.further_options() | further
             asked = partial(parameters, options, self.settings.structured_outputs_regex)
-            image_token = getattr(self.processing_class, "image_token_id", None)
-            samples = sampled(self.llm, everyones, asked, enough, image_token)
+            samples = sampled(self.llm, everyones, asked, enough, self.image_token)
         own = slice(start, start + len(requests))
         ended, routing = (each and each[own] for each in (samples.ended, samples.routing))
         return Samples(samples.token_ids[own], samples.logps[own], ended, routing)
@@ -461,16 +461,16 @@ class VLLMEngine(VLLMBase):
         before = by_rank[: torch.distributed.get_rank(group=self._group)]
         return [request for rows in by_rank for request in rows], sum(map(len, before))
 
-    def logps(self, prompts: list[list[int]], new_tokens: int) -> tuple[list[list[int]], list[Tensor]]:
+    def logps(
+        self, prompts: list[list[int]], new_tokens: int, images: list[list] | None = None
+    ) -> tuple[list[list[int]], list[Tensor]]:
         from vllm import SamplingParams
 
-        inputs = [{"prompt_token_ids": ids} for ids in prompts]
+        ask = partial(generated, self.llm, requests_for(prompts, images), image_token=self.image_token)
         # Greedy decoding does not advance the random state of the run's samples
-        continuing = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, logprobs=0)
-        scoring = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
         with nothing_left_behind(self.llm):
-            sampled = self.llm.generate(inputs, continuing, use_tqdm=False)
-            scored = self.llm.generate(inputs, scoring, use_tqdm=False)
+            sampled = ask(SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, logprobs=0))
+            scored = ask(SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0))
         sequences, logps = [], []
         for ids, continued, prompt in zip(prompts, sampled, scored, strict=True):
             completion = continued.outputs[0]

@@ -30,6 +30,7 @@ from ...trl_seams import exchanged
 from ..answers import fault_of_end
 from ..engine import Enough, Request, Samples
 from ..settings import SamplingSettings
+from .images import generated
 
 
 logger = logging.getLogger(__name__)
@@ -71,31 +72,6 @@ def reduced(options: dict, tokens: int) -> dict:
     return options | {name: max(0, limit - tokens) for name, limit in limits.items()}
 
 
-def vllm_prompt(request: Request, image_token: int | None = None) -> dict:
-    """
-    Returns a request's prompt as vLLM takes it: with one `image_token` for each image, which vLLM replaces by as many
-    as the image has.
-    """
-    if request.images is None:
-        return {"prompt_token_ids": request.given}
-    before = [None, *request.given[:-1]]
-    ids = [token for token, last in zip(request.given, before, strict=True) if token != image_token or last != token]
-    images = request.images if len(request.images) > 1 else request.images[0]
-    return {"prompt_token_ids": ids, "multi_modal_data": {"image": images}}
-
-
-def check_prompts(requests: list[Request], outputs) -> None:
-    """Raises `RuntimeError` if vLLM has read another prompt, which only an image's tokens can cause, than was given."""
-    for row, (request, output) in enumerate(zip(requests, outputs, strict=True)):
-        if request.images is not None and list(output.prompt_token_ids) != request.given:
-            raise RuntimeError(
-                f"vLLM sampled from another prompt than the trainer scores: prompt {row} has {len(request.given)} "
-                f"tokens, and vLLM made {len(output.prompt_token_ids)} of it, since it writes the tokens of an image "
-                "itself (https://github.com/huggingface/trl/issues/6294). Sample from the embedded engine "
-                "(`use_vllm=False`) or from a server (`vllm_mode='server'`)."
-            )
-
-
 def read(outputs, unfinished: Collection[str] = ()) -> Samples:
     """
     Returns the samples in vLLM's outputs, each with one completion. `unfinished` are the requests that [`EndedEarly`]
@@ -120,17 +96,15 @@ def sampled(
 ) -> Samples:
     """
     Samples from vLLM's `llm`; see [`~rollout.engine.Engine`]. `asked` returns the `SamplingParams` of a request with a
-    number of tokens so far. `image_token` stands for an image in a prompt, once or for each of its features.
+    number of tokens so far. `image_token` is the token of which a prompt has one for each feature of its images.
 
     Raises:
-        `RuntimeError`: vLLM has dropped a completion before its end, or has read another prompt.
+        `ValueError`, `RuntimeError`: As in [`~images.generated`], and vLLM has dropped a completion before its end.
     """
-    prompts = [vllm_prompt(request, image_token) for request in requests]
     goes_on = any(request.sampled for request in requests)
     each = [asked(len(request.sampled)) for request in requests] if goes_on else asked(0)
     with ending_early(llm, enough) as unfinished:
-        outputs = llm.generate(prompts, sampling_params=each, use_tqdm=False)
-    check_prompts(requests, outputs)
+        outputs = generated(llm, requests, each, image_token)
     return read(outputs, unfinished)
 
 

@@ -32,6 +32,10 @@ RANK_ON_CPU = "trl_quant.rollout.vllm.cpu_ranks.RankOnCPU"  # vLLM's `worker_cls
 # LoRA's initializations that do not change the base
 KEEPS_BASE = (True, False, "gaussian", "orthogonal", "eva")
 
+NO_WHOLE_IMAGES = (
+    "In this policy the tokens of an image see each other, and on a CPU vLLM's attention shows each token only those "
+    "before it. Set `use_vllm=False` for the embedded engine, or train on text."
+)
 EXACT_HEADS = 128  # head size at which FlashAttention 3 decodes with the same tiles as it scores a whole sequence
 
 # vLLM's arguments that have a field of their own or that the engine must set -> what sets them
