@@ -35,7 +35,8 @@ QWEN = {
     ),
     "qwen3_vl": (
         "Qwen3VL",
-        {"head_dim": 32, "rope_parameters": ROPE | {"mrope_section": [8, 4, 4], "mrope_interleaved": True}},
+        {"head_dim": 32, "num_hidden_layers": 3}
+        | {"rope_parameters": ROPE | {"mrope_section": [8, 4, 4], "mrope_interleaved": True}},
         DEEPSTACK,
     ),
     "qwen3_5": (

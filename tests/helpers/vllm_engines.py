@@ -129,7 +129,7 @@ def update(model, seed: int, size: float = 0.02) -> None:
                 param.add_(torch.randn(param.shape, generator=generator).to(param), alpha=size)
 
 
-def engine(model, precision: str, **options) -> VLLMEngine:
+def engine(model, precision: str, processor=None, **options) -> VLLMEngine:
     settings = {
         "mode": "colocate",
         "max_model_length": 512,
@@ -139,7 +139,8 @@ def engine(model, precision: str, **options) -> VLLMEngine:
         "sync_check_steps": 0,
         "gpu_memory_utilization": MEMORY,
     }
-    built = VLLMEngine(model, Accelerator(cpu=not GPU), tiny_tokenizer(), precision=precision, **settings | options)
+    given = model, Accelerator(cpu=not GPU), processor or tiny_tokenizer()
+    built = VLLMEngine(*given, precision=precision, **settings | options)
     _alive.append(built)
     return built
 

@@ -29,6 +29,7 @@ TEXTS = (
     "remembers who built the bridge, but a date is cut into its middle arch, and every year somebody paints it white. ",
 )
 PICTURE = (168, 112)  # pixels, wide and high
+SHORT = 40  # characters of text after it, where more would not fit
 
 
 def rows_to_check(engine, longest: int, tokens: int) -> list[list[int]]:
@@ -110,9 +111,12 @@ def pictured_row(processor, longest: int) -> PicturedRow | None:
         return None
     across, around = Image.linear_gradient("L"), Image.radial_gradient("L")
     picture = Image.merge("RGB", (across, around, across.rotate(90))).resize(PICTURE)
-    content = [{"type": "image", "image": picture}, {"type": "text", "text": TEXTS[-1]}]
     options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
-    fields = dict(processor.apply_chat_template([{"role": "user", "content": content}], **options))
-    (prompt,) = fields.pop("input_ids").tolist()
-    fields.pop("attention_mask", None)
-    return PicturedRow(prompt, [picture], fields) if len(prompt) <= longest else None
+    for text in (TEXTS[-1], TEXTS[-1][:SHORT]):
+        content = [{"type": "image", "image": picture}, {"type": "text", "text": text}]
+        fields = dict(processor.apply_chat_template([{"role": "user", "content": content}], **options))
+        (prompt,) = fields.pop("input_ids").tolist()
+        fields.pop("attention_mask", None)
+        if len(prompt) <= longest:
+            return PicturedRow(prompt, [picture], fields)
+    return None

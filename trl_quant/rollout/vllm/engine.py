@@ -332,6 +332,7 @@ class VLLMEngine(VLLMBase):
             self.sync_metrics = self.drift.metrics()
             self.forget_noise()
         self.llm.reset_prefix_cache()
+        self.llm.llm_engine.reset_encoder_cache()  # which holds features of images
         self.stale_cache = _cached_blocks(self.llm) > 0
 
     def _send_weights(self, groups: set[str] | None) -> None:
@@ -473,9 +474,8 @@ class VLLMEngine(VLLMBase):
             scored = ask(SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0))
         sequences, logps = [], []
         for ids, continued, prompt in zip(prompts, sampled, scored, strict=True):
-            completion = continued.outputs[0]
-            sequences.append([*ids, *completion.token_ids])
-            steps = [*prompt.prompt_logprobs[1:], *completion.logprobs]
+            sequences.append([*ids, *continued.outputs[0].token_ids])
+            steps = [*prompt.prompt_logprobs[1:], *continued.outputs[0].logprobs]
             logps.append(torch.tensor([step[t].logprob for t, step in zip(sequences[-1][1:], steps, strict=True)]))
         return sequences, logps
 

@@ -202,6 +202,8 @@ class VLLMServerEngine(VLLMBase):
         if self.accelerator.is_main_process and self._announced[sent]:
             self.vllm_client.update_named_params(self._announced[sent], self.stream(groups))
             self.vllm_client.reset_prefix_cache()
+            if self.image_token is not None:
+                self.vllm_client.reset_encoder_cache()
             self.vllm_client.mark_sync()
         else:
             for _ in self.stream(groups):  # gathering is collective
