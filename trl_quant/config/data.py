@@ -214,6 +214,13 @@ def check_reads_ahead(args, train_dataset) -> None:
         )
 
 
+def holds_images(dataset) -> bool:
+    """Whether a dataset has a column of images, or one in its first prompt. Streams are not read."""
+    if {"image", "images"} & set(getattr(dataset, "column_names", None) or ()):
+        return True
+    return isinstance(dataset, Dataset) and len(dataset) > 0 and bool(images_of(dataset[0].get("prompt", "")))
+
+
 def images_of(prompt: str | list[dict]) -> list | None:
     """Returns the images in a conversation, `None` for a place that awaits one; `None` if it has no images."""
     contents = [] if isinstance(prompt, str) else [message.get("content") for message in prompt]

@@ -184,7 +184,9 @@ FAMILIES = {
         recurrent=True,
         read=("mamba.out_proj",),  # by mamba-ssm
     ),
-    # Known by their classes alone
+    # The text of models that read images. Their classes are those of the whole model's family
+    "qwen2_5_vl_text": Family(feeds=_FEEDS),
+    "qwen3_vl_text": Family(feeds=_FEEDS),
     "qwen2_vl": Family(norm="Qwen2VLRMSNorm", mlp="Qwen2MLP"),
     "qwen2_5_vl": Family(norm="Qwen2_5_VLRMSNorm", mlp="Qwen2MLP"),
     "qwen3_vl": Family(norm="Qwen3VLTextRMSNorm", mlp="Qwen3VLTextMLP"),

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, ProcessorMixin
 
 from ...formats import QuantizedTensor
-from ...models.families import EXPERT_PARTS, FAMILIES, ROUTERS, number_of_experts
+from ...models.families import EXPERT_PARTS, ROUTERS, number_of_experts
 from ...models.linears import fused_with, is_mixtures, sampled_linears, sent_with
 from ...precisions import PRECISIONS
 from ...run_spec import EngineSpec
@@ -25,8 +25,9 @@ from ..engine import Request, RolloutNoise, Samples
 from ..fingerprint import Fingerprint, fingerprint
 from ..tensors import ties_embeddings
 from ..verify.kv_cache import UNQUANTIZED, KVCache
+from .attention import NO_WHOLE_IMAGES, shows_whole_images
 from .speculation import Drafts
-from .support import NO_WHOLE_IMAGES, check_experts_here, compute_as_vllm
+from .support import check_experts_here, compute_as_vllm
 
 
 WEIGHT_SCALES = ("weight_scale", *(f"{leaf}_scale" for leaf in EXPERT_PARTS))  # ends of the names of codes' scales
@@ -60,6 +61,7 @@ class VLLMBase(RolloutEngine):
         syncs_to_check (`int`): Number of syncs until the next self-check.
         drafts ([`~speculation.Drafts`] or `None`):
             Counts of speculative decoding since the last [`take_metrics`]; `None` without it.
+        takes_images (`bool`): Whether vLLM computes images as the policy does.
         has_checked_drafts (`bool`): Whether samples of speculative decoding were found to be right.
     """
 
@@ -83,6 +85,7 @@ class VLLMBase(RolloutEngine):
         self.syncs_to_check = 1  # the first sync is checked
         self.drafts: Drafts | None = None
         self.has_checked_drafts = False
+        self.takes_images = shows_whole_images(self.weights.base_model.config)
         self._failure: str | None = None
         self._non_finite: dict[str, Tensor] = {}
         self._started_model: set = set()  # `_model_traits` when the engine started
@@ -173,15 +176,6 @@ class VLLMBase(RolloutEngine):
         if not brings_cache_scales(config):
             for index, cache in self.caches.items():
                 self.caches[index] = replace(cache, scales=dict.fromkeys(cache.scales, 1.0))
-
-    @property
-    def takes_images(self) -> bool:
-        """
-        Whether vLLM computes images as the policy does. On a CPU its attention has no images whose tokens see those
-        after them.
-        """
-        family = FAMILIES.get(self.weights.base_model.config.model_type)
-        return not (self.on_cpu and family is not None and family.whole_images)
 
     # The stream of the policy's weights
 

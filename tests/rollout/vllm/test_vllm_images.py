@@ -1,0 +1,226 @@
+"""
+Models that read images, with their own processors, in vLLM: the language model alone is quantized, images reach vLLM at
+the places that the trainer scores, a synced engine has the bits of a fresh one, and the self-check sees an image.
+"""
+
+import copy
+
+import pytest
+import torch
+from datasets import Dataset
+from readers import READERS, load_reader, picture, processed, save_reader
+from training import config, make, metrics
+
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+from vllm import SamplingParams
+from vllm_engines import SMALL, engine, keep, update
+
+from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant.precisions import PRECISIONS
+from trl_quant.rollout.engine import Request
+from trl_quant.rollout.verify.rows import pictured_row
+from trl_quant.rollout.verify.self_check import Reference
+from trl_quant.rollout.vllm.adapter import linear_layers
+from trl_quant.rollout.vllm.images import generated, placeholders
+
+
+pytestmark = pytest.mark.vllm
+PICTURES = [picture(1), picture(2, 40, 40)]
+WITH_IMAGES = [family for family in READERS if family != "gemma3"]  # vLLM's CPU attention does not fit Gemma 3's
+# family -> the names of vLLM's layers that see images: the tower's, and those that join it to the text
+SEES = dict.fromkeys(WITH_IMAGES, "visual.") | {"gemma3": "vision_tower."}
+
+
+@pytest.fixture(scope="module")
+def sampler(tmp_path_factory):
+    """Qwen3-VL in BF16, shared by the tests of this file that put its weights back."""
+    model, processor = load_reader(save_reader(tmp_path_factory.mktemp("reader") / "model", "qwen3_vl"))
+    built = engine(model, "bf16", processor)
+    built.sync()
+    return built
+
+
+def asked(processor, images=PICTURES, text="What?") -> Request:
+    return Request(processed(processor, images, text)["input_ids"][0].tolist(), images or None)
+
+
+def greedy(sampler, requests: list[Request], tokens: int = 6) -> list[tuple]:
+    """The tokens with which the engine goes on, with their log-probabilities, and those of the prompt's."""
+    given = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+    found = []
+    for request, output in zip(requests, generated(sampler.llm, requests, given, sampler.image_token), strict=True):
+        completion = output.outputs[0]
+        assert list(output.prompt_token_ids) == request.given
+        ids = [*request.given[1:], *completion.token_ids]
+        steps = [*output.prompt_logprobs[1:], *completion.logprobs]
+        found.append((ids, [step[token].logprob for token, step in zip(ids, steps, strict=True)]))
+    return found
+
+
+def methods(sampler) -> dict[str, str]:
+    def named(model):
+        layers = linear_layers(model).items()
+        return {name: type(getattr(layer, "scheme", None) or layer.quant_method).__name__ for name, layer in layers}
+
+    return sampler.llm.apply_model(named)[0]
+
+
+@pytest.mark.parametrize(("family", "precision"), [*((family, "int8") for family in READERS), ("qwen2_5_vl", "bf16")])
+def test_live_equals_fresh_and_the_language_model_alone_is_quantized(tmp_path, family, precision):
+    """Bit for bit after two syncs, with text and with images. Towers and what joins them keep BF16, and are synced."""
+    model, processor = load_reader(save_reader(tmp_path / "model", family))
+    sampler = engine(model, precision, processor)
+    found = methods(sampler)
+    inside = {method for name, method in found.items() if name.startswith("language_model.model.layers.")}
+    outside = {name: method for name, method in found.items() if not name.startswith("language_model.model.layers.")}
+    quantized = inside - {"UnquantizedLinearMethod"} if family == "qwen3_5" else inside  # which has gates
+    assert quantized <= set(PRECISIONS[precision].vllm.methods) and len(quantized) == (
+        precision != "bf16" or len(inside)
+    )
+    assert len(outside) >= 8 and all(name.startswith(SEES[family]) for name in outside)
+    assert set(outside.values()) == {"UnquantizedLinearMethod"}
+
+    requests = [asked(processor, [], "Say it."), *([asked(processor)] if family in WITH_IMAGES else [])]
+    seen = []
+    for seed in range(2):
+        update(model, seed=seed)
+        sampler.sync()
+        assert sampler.differing_weight() is None
+        seen.append(greedy(sampler, requests))
+    assert all(before != after for before, after in zip(*seen, strict=True))
+    processor.save_pretrained(tmp_path / "updated")
+    model.save_pretrained(tmp_path / "updated")
+    again = copy.deepcopy(model)
+    again.name_or_path = str(tmp_path / "updated")
+    fresh = engine(again, precision, processor)
+    assert greedy(fresh, requests) == seen[-1] and methods(fresh) == found
+
+
+@pytest.mark.parametrize("family", WITH_IMAGES)
+def test_samples_have_the_policys_log_probabilities(tmp_path, family):
+    """Of the tokens after two images of different sizes. Others, or these in another order, do not explain them."""
+    model, processor = load_reader(save_reader(tmp_path / "model", family))
+    sampler = engine(model, "bf16", processor, max_completion_length=40)
+    samples = sampler.draw([asked(processor)] * 2)
+    assert samples.token_ids[0] != samples.token_ids[1]
+    assert not any(sampler.image_token in ids for ids in samples.token_ids)
+
+    @torch.no_grad()
+    def difference(images) -> float:
+        total = []
+        for ids, logps in zip(samples.token_ids, samples.logps, strict=True):
+            fields = processed(processor, images, "What?")
+            prompt = fields["input_ids"].shape[1]
+            given = torch.cat([fields.pop("input_ids"), torch.tensor([ids])], 1)
+            kinds = torch.nn.functional.pad(fields.pop("mm_token_type_ids"), (0, len(ids)))
+            fields.pop("attention_mask")
+            with torch.autocast("cpu", torch.bfloat16):
+                scores = model(input_ids=given, mm_token_type_ids=kinds, **fields).logits[0, prompt - 1 : -1].float()
+            scores[:, sampler.image_token] = -torch.inf
+            total.append(scores.log_softmax(-1)[range(len(ids)), ids] - torch.tensor(logps))
+        return torch.cat(total).abs().mean().item()
+
+    own = difference(PICTURES)
+    assert own < 0.03 and 2 * own < min(difference(PICTURES[::-1]), difference([picture(1), picture(3, 40, 40)]))
+
+
+def test_places_of_features():
+    """Also where an image's features are apart, or two images follow each other."""
+    found = placeholders([5, 9, 9, 9, 6, 9, 7, 9], [2, 1, 2], 9)
+    assert [(one.offset, one.length, one.get_num_embeds()) for one in found] == [(1, 2, 2), (3, 1, 1), (5, 3, 2)]
+    assert found[2].is_embed.tolist() == [True, False, True]
+    with pytest.raises(ValueError, match="has 5 image tokens, and vLLM makes 4 features of its 2 images"):
+        placeholders([5, 9, 9, 9, 6, 9, 7, 9], [2, 2], 9)
+
+
+def test_another_number_of_features_is_refused(sampler):
+    request = asked(sampler.processing_class)
+    first = request.prompt.index(sampler.image_token)
+    shorter = [*request.prompt[:first], *request.prompt[first + 1 :]]
+    count = shorter.count(sampler.image_token)
+    with pytest.raises(ValueError, match=f"has {count} image tokens, and vLLM makes {count + 1} features of its 2"):
+        sampler.draw([Request(shorter, request.images)])
+
+
+@pytest.mark.parametrize("place", ["visual.merger", "visual.deepstack_merger_list.0", "visual.blocks.0.attn"])
+def test_the_check_finds_a_fault_that_text_does_not_show(sampler, place):
+    """In the engine: a part of the tower, or of what joins it to the text, that computes something else."""
+    clean = sampler.check_sync()
+    assert 0 < clean["sync_check/image_logp_difference"] < clean["sync_check/image_bound"] / 2
+    hooks = []
+
+    def plant(model):
+        module = model.get_submodule(place)
+        hooks.append(module.register_forward_hook(lambda module, args, output: -output))
+
+    sampler.llm.apply_model(plant)
+    sampler.llm.llm_engine.reset_encoder_cache()
+    try:
+        with pytest.raises(RuntimeError, match="those of the policy for text, but not for an image"):
+            sampler.check_sync()
+    finally:
+        hooks[0].remove()
+        sampler.llm.llm_engine.reset_encoder_cache()
+    sampler.check_sync()
+
+
+def test_the_reference_rounds_the_tower(sampler):
+    """Without that, the bound would be that of the language model alone."""
+    row = pictured_row(sampler.processing_class, 400)
+    sequences, _ = sampler.logps([row.prompt], 4, [row.images])
+    reference, inside = Reference(sampler), []
+    reference._other_layers, others = lambda: inside, reference._other_layers()
+    assert len(others) == 1 + 12 + 6  # the head; three blocks of four, three mergers of two
+    narrow = [reference.logps(sequences, jitter=jitter, pictured=row)[0] for jitter in (False, True)]
+    inside.extend(others)
+    wide = reference.logps(sequences, jitter=True, pictured=row)[0]
+    assert (wide - narrow[0]).abs().mean() > 1.05 * (narrow[1] - narrow[0]).abs().mean() > 0
+
+
+def test_images_whose_tokens_see_each_other_are_refused_on_a_cpu(tmp_path):
+    """vLLM's CPU attention is causal everywhere. Text is sampled."""
+    model, processor = load_reader(save_reader(tmp_path / "model", "gemma3"))
+    sampler = engine(model, "bf16", processor)
+    assert "sync_check/image_bound" not in sampler.check_sync()
+    with pytest.raises(ValueError, match="tokens of an image see each other, and on a CPU vLLM's attention"):
+        sampler.draw([asked(processor)])
+    assert len(sampler.draw([asked(processor, [])]).token_ids) == 1
+
+
+def data(rows: int = 4) -> Dataset:
+    prompts = [[{"role": "user", "content": "look" * (1 + i % 2)}] for i in range(rows)]
+    return Dataset.from_dict({"prompt": prompts, "images": [PICTURES[: 1 + i % 2] for i in range(rows)]})
+
+
+@pytest.mark.parametrize("family", WITH_IMAGES)
+def test_grpo_trains_with_images(tmp_path, family):
+    """Each step is checked with an image; the gradient moves tower and text."""
+    path = save_reader(tmp_path / "model", family)
+    args = config(
+        QuantGRPOConfig,
+        tmp_path / "out",
+        use_vllm=True,
+        vllm_mode="colocate",
+        rollout_precision="bf16",
+        vllm_engine_kwargs=SMALL,
+        vllm_max_model_length=256,
+        sync_check_steps=1,
+        max_steps=2,
+    )
+    processor = load_reader(path)[1]
+    trainer = make(
+        QuantGRPOTrainer, args, model=path, processing_class=processor, train_dataset=data(), reward_funcs=ends
+    )
+    keep(trainer)
+    start = {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
+    trainer.train()
+    logged = [entry for entry in metrics(trainer) if "mismatch/abs_logp_diff" in entry]
+    assert len(logged) == 2 and all(0 < entry["mismatch/abs_logp_diff"] < 0.03 for entry in logged)
+    assert all(entry["sync_check/image_logp_difference"] < entry["sync_check/image_bound"] for entry in logged)
+    moved = {name for name, param in trainer.model.named_parameters() if not torch.equal(param, start[name])}
+    assert {name for name in start if ".visual." in name and "weight" in name} <= moved
+
+
+def ends(completions, **kwargs) -> list[float]:
+    return [float(sum(map(ord, str(one))) % 11) for one in completions]
