@@ -46,6 +46,20 @@ QWEN = {
     ),
 }
 READERS = (*QWEN, "gemma3")
+# Of models for a GPU: large enough for every kernel, with heads as published
+WIDE = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "num_key_value_heads": 2}
+WIDE |= {"initializer_range": 0.03}
+WIDE_LINEAR = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+WIDE_LINEAR |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+SECTIONS = {"qwen2_5_vl": [16, 24, 24], "qwen3_vl": [24, 20, 20], "qwen3_5": [8, 4, 4]}  # of heads of 128
+WIDE_TEXT = {
+    "qwen2_5_vl": WIDE,
+    "qwen3_vl": WIDE | {"head_dim": 128},
+    "qwen3_5": WIDE | {"head_dim": 128} | WIDE_LINEAR,
+    "gemma3": WIDE | {"head_dim": 128, "query_pre_attn_scalar": 128},
+}
+WIDE_VISION = {"hidden_size": 512, "intermediate_size": 1024, "num_heads": 8, "out_hidden_size": 1024}
+WIDE_VISION |= {"initializer_range": 0.03}
 
 
 def template(place: str) -> str:
@@ -55,12 +69,14 @@ def template(place: str) -> str:
     return CHAT_TEMPLATE.replace("{{ message['content'] }}", parts)
 
 
-def reader(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[PreTrainedModel, ProcessorMixin]:
+def reader(
+    family: str, dtype: torch.dtype = torch.float32, seed: int = 0, wide: bool = False
+) -> tuple[PreTrainedModel, ProcessorMixin]:
     """
-    A model and its processor. The weights are drawn in FP32 and cast; norms, biases and what would start at 0 have
-    values of their own, so that a test notices when one is dropped.
+    A model and its processor; a `wide` one is for a GPU. The weights are drawn in FP32 and cast; norms, biases and what
+    would start at 0 have values of their own, so that a test notices when one is dropped.
     """
-    kind, config, processor = gemma() if family == "gemma3" else qwen(family)
+    kind, config, processor = gemma(wide) if family == "gemma3" else qwen(family, wide)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = kind(config).float().eval()
@@ -71,7 +87,7 @@ def reader(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> tu
     return model.to(dtype), processor
 
 
-def gemma() -> tuple:
+def gemma(wide: bool) -> tuple:
     """Gemma 3's class, config and processor, which does without torchvision. An image is four tokens."""
     tokenizer = tiny_tokenizer(GEMMA)
     images = transformers.Gemma3ImageProcessorPil(size={"height": 28, "width": 28}, do_pan_and_scan=False)
@@ -80,8 +96,12 @@ def gemma() -> tuple:
     )
     vision = {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")}
     vision |= {"num_attention_heads": 4, "image_size": 28, "patch_size": 14, "initializer_range": 0.1}
+    text = SIZES | {"tie_word_embeddings": True} | FAMILIES["gemma3"][1]
+    if wide:
+        text |= WIDE_TEXT["gemma3"]
+        vision |= {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "initializer_range": 0.03}
     config = transformers.Gemma3Config(
-        text_config=SIZES | {"tie_word_embeddings": True} | FAMILIES["gemma3"][1],
+        text_config=text,
         vision_config=vision | {"vision_use_head": False},
         mm_tokens_per_image=4,
         eos_token_id=257,
@@ -91,7 +111,7 @@ def gemma() -> tuple:
     return transformers.Gemma3ForConditionalGeneration, config, processor
 
 
-def qwen(family: str) -> tuple:
+def qwen(family: str, wide: bool) -> tuple:
     """The class, config and processor of one of Qwen's models. An image is as many tokens as its size says."""
     name, text, vision = QWEN[family]
     tokenizer, is_old = tiny_tokenizer(MARKS), family == "qwen2_5_vl"
@@ -100,18 +120,24 @@ def qwen(family: str) -> tuple:
     videos = (transformers.Qwen2VLVideoProcessor if is_old else transformers.Qwen3VLVideoProcessor)()
     kind = transformers.Qwen2_5_VLProcessor if is_old else transformers.Qwen3VLProcessor
     processor = kind(images, tokenizer, videos, chat_template=template(PLACE))
+    text, vision = SIZES | {"tie_word_embeddings": False} | text, VISION | patch | vision
+    if wide:
+        rope = text["rope_parameters"] | {"mrope_section": SECTIONS[family]}
+        text, vision = text | WIDE_TEXT[family] | {"rope_parameters": rope}, vision | WIDE_VISION
     config = getattr(transformers, f"{name}Config")(
-        text_config=SIZES | {"tie_word_embeddings": False} | text,
-        vision_config=VISION | patch | vision,
+        text_config=text,
+        vision_config=vision,
         tie_word_embeddings=False,
         **{f"{one}_token_id": tokenizer.convert_tokens_to_ids(mark) for one, mark in MARKS.items()},
     )
     return getattr(transformers, f"{name}ForConditionalGeneration"), config, processor
 
 
-def save_reader(path: str | Path, family: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> str:
+def save_reader(
+    path: str | Path, family: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0, wide: bool = False
+) -> str:
     """Saves a model, under the names of published ones, and its processor to `path`; returns `path` as a string."""
-    for part in reader(family, dtype, seed):
+    for part in reader(family, dtype, seed, wide):
         part.save_pretrained(path)
     weights = Path(path) / "model.safetensors"
     named = {name.replace("vision_tower.", "vision_tower.vision_model."): w for name, w in load_file(weights).items()}

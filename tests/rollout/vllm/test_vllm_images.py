@@ -13,7 +13,7 @@ from training import config, make, metrics
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
-from vllm import SamplingParams
+from pictured import PICTURES, asked, greedy_pictured, methods, outside_of_text
 from vllm_engines import SMALL, engine, keep, update
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
@@ -21,14 +21,12 @@ from trl_quant.precisions import PRECISIONS
 from trl_quant.rollout.engine import Request
 from trl_quant.rollout.verify.rows import pictured_row
 from trl_quant.rollout.verify.self_check import Reference
-from trl_quant.rollout.vllm.adapter import linear_layers
-from trl_quant.rollout.vllm.images import generated, placeholders
+from trl_quant.rollout.vllm.images import placeholders
 
 
 pytestmark = pytest.mark.vllm
-PICTURES = [picture(1), picture(2, 40, 40)]
 WITH_IMAGES = [family for family in READERS if family != "gemma3"]  # vLLM's CPU attention does not fit Gemma 3's
-# family -> the names of vLLM's layers that see images: the tower's, and those that join it to the text
+# family -> the beginning of vLLM's names of layers that see images
 SEES = dict.fromkeys(WITH_IMAGES, "visual.") | {"gemma3": "vision_tower."}
 
 
@@ -41,43 +39,16 @@ def sampler(tmp_path_factory):
     return built
 
 
-def asked(processor, images=PICTURES, text="What?") -> Request:
-    return Request(processed(processor, images, text)["input_ids"][0].tolist(), images or None)
-
-
-def greedy(sampler, requests: list[Request], tokens: int = 6) -> list[tuple]:
-    """The tokens with which the engine goes on, with their log-probabilities, and those of the prompt's."""
-    given = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=0, prompt_logprobs=0)
-    found = []
-    for request, output in zip(requests, generated(sampler.llm, requests, given, sampler.image_token), strict=True):
-        completion = output.outputs[0]
-        assert list(output.prompt_token_ids) == request.given
-        ids = [*request.given[1:], *completion.token_ids]
-        steps = [*output.prompt_logprobs[1:], *completion.logprobs]
-        found.append((ids, [step[token].logprob for token, step in zip(ids, steps, strict=True)]))
-    return found
-
-
-def methods(sampler) -> dict[str, str]:
-    def named(model):
-        layers = linear_layers(model).items()
-        return {name: type(getattr(layer, "scheme", None) or layer.quant_method).__name__ for name, layer in layers}
-
-    return sampler.llm.apply_model(named)[0]
-
-
 @pytest.mark.parametrize(("family", "precision"), [*((family, "int8") for family in READERS), ("qwen2_5_vl", "bf16")])
 def test_live_equals_fresh_and_the_language_model_alone_is_quantized(tmp_path, family, precision):
     """Bit for bit after two syncs, with text and with images. Towers and what joins them keep BF16, and are synced."""
     model, processor = load_reader(save_reader(tmp_path / "model", family))
     sampler = engine(model, precision, processor)
     found = methods(sampler)
-    inside = {method for name, method in found.items() if name.startswith("language_model.model.layers.")}
-    outside = {name: method for name, method in found.items() if not name.startswith("language_model.model.layers.")}
-    quantized = inside - {"UnquantizedLinearMethod"} if family == "qwen3_5" else inside  # which has gates
-    assert quantized <= set(PRECISIONS[precision].vllm.methods) and len(quantized) == (
-        precision != "bf16" or len(inside)
-    )
+    outside = {name: found[name] for name in outside_of_text(found)}
+    inside = {method for name, method in found.items() if name not in outside}
+    gates = {"UnquantizedLinearMethod"} if family == "qwen3_5" else set()
+    assert set() < inside - gates <= set(PRECISIONS[precision].vllm.methods)
     assert len(outside) >= 8 and all(name.startswith(SEES[family]) for name in outside)
     assert set(outside.values()) == {"UnquantizedLinearMethod"}
 
@@ -87,14 +58,14 @@ def test_live_equals_fresh_and_the_language_model_alone_is_quantized(tmp_path, f
         update(model, seed=seed)
         sampler.sync()
         assert sampler.differing_weight() is None
-        seen.append(greedy(sampler, requests))
+        seen.append(greedy_pictured(sampler, requests))
     assert all(before != after for before, after in zip(*seen, strict=True))
     processor.save_pretrained(tmp_path / "updated")
     model.save_pretrained(tmp_path / "updated")
     again = copy.deepcopy(model)
     again.name_or_path = str(tmp_path / "updated")
     fresh = engine(again, precision, processor)
-    assert greedy(fresh, requests) == seen[-1] and methods(fresh) == found
+    assert greedy_pictured(fresh, requests) == seen[-1] and methods(fresh) == found
 
 
 @pytest.mark.parametrize("family", WITH_IMAGES)
