@@ -8,23 +8,25 @@ import copy
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from readers import READERS, load_reader, picture, processed, save_reader
-from training import config, make, metrics
+from training import killing, metrics, trainer_for
+from transformers import AutoProcessor
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 from pictured import PICTURES, asked, greedy_pictured, methods, outside_of_text
 from vllm_engines import SMALL, engine, keep, update
 
-from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.precisions import PRECISIONS
-from trl_quant.rollout.engine import Request
+from trl_quant.rollout.engine import Request, RolloutNoise
 from trl_quant.rollout.verify.rows import pictured_row
 from trl_quant.rollout.verify.self_check import Reference
 from trl_quant.rollout.vllm.images import placeholders
 
 
 pytestmark = pytest.mark.vllm
+ENDS = [*range(0, 255, 9)]
 WITH_IMAGES = [family for family in READERS if family != "gemma3"]  # vLLM's CPU attention does not fit Gemma 3's
 # family -> the beginning of vLLM's names of layers that see images
 SEES = dict.fromkeys(WITH_IMAGES, "visual.") | {"gemma3": "vision_tower."}
@@ -159,31 +161,24 @@ def test_images_whose_tokens_see_each_other_are_refused_on_a_cpu(tmp_path):
     assert len(sampler.draw([asked(processor, [])]).token_ids) == 1
 
 
-def data(rows: int = 4) -> Dataset:
+def data(rows: int) -> Dataset:
     prompts = [[{"role": "user", "content": "look" * (1 + i % 2)}] for i in range(rows)]
     return Dataset.from_dict({"prompt": prompts, "images": [PICTURES[: 1 + i % 2] for i in range(rows)]})
+
+
+def pictured_trainer(path, output, **given):
+    settings = {"use_vllm": True, "vllm_mode": "colocate", "rollout_precision": "bf16", "vllm_engine_kwargs": SMALL}
+    settings |= {"vllm_max_model_length": 256, "sync_check_steps": 1, "reward_funcs": killing(None)}
+    settings |= {"processing_class": AutoProcessor.from_pretrained(path), "train_dataset": data(4)}
+    trainer = trainer_for(output, path, **settings | given)
+    keep(trainer)
+    return trainer
 
 
 @pytest.mark.parametrize("family", WITH_IMAGES)
 def test_grpo_trains_with_images(tmp_path, family):
     """Each step is checked with an image; the gradient moves tower and text."""
-    path = save_reader(tmp_path / "model", family)
-    args = config(
-        QuantGRPOConfig,
-        tmp_path / "out",
-        use_vllm=True,
-        vllm_mode="colocate",
-        rollout_precision="bf16",
-        vllm_engine_kwargs=SMALL,
-        vllm_max_model_length=256,
-        sync_check_steps=1,
-        max_steps=2,
-    )
-    processor = load_reader(path)[1]
-    trainer = make(
-        QuantGRPOTrainer, args, model=path, processing_class=processor, train_dataset=data(), reward_funcs=ends
-    )
-    keep(trainer)
+    trainer = pictured_trainer(save_reader(tmp_path / "model", family), tmp_path / "out", max_steps=2)
     start = {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
     trainer.train()
     logged = [entry for entry in metrics(trainer) if "mismatch/abs_logp_diff" in entry]
@@ -193,5 +188,46 @@ def test_grpo_trains_with_images(tmp_path, family):
     assert {name for name in start if ".visual." in name and "weight" in name} <= moved
 
 
-def ends(completions, **kwargs) -> list[float]:
-    return [float(sum(map(ord, str(one))) % 11) for one in completions]
+@pytest.mark.parametrize("lora_sync", ["merge", "adapter"])
+@pytest.mark.parametrize("family", WITH_IMAGES)
+def test_an_adapter_and_noise(tmp_path, family, lora_sync):
+    """LoRA on the language model, merged or beside the base; noise is laid on the norms of the text and taken back."""
+    model, processor = load_reader(save_reader(tmp_path / "model", family))
+    torch.manual_seed(1)
+    adapter = LoraConfig(r=4, target_modules=r".*language_model.*\.(q_proj|in_proj_qkv|down_proj)")
+    model = get_peft_model(model, adapter)
+    sampler = engine(model, "bf16", processor, lora_sync=lora_sync, wide_norms=True)
+    requests, seen = [asked(processor, [], "Say it."), asked(processor)], []
+    for seed in range(2):
+        update(model, seed=seed, size=0.1)
+        sampler.sync()
+        check = sampler.check_sync()
+        assert check["sync_check/image_logp_difference"] < check["sync_check/image_bound"] / 2
+        seen.append(greedy_pictured(sampler, requests))
+    sampler.lay_noise(RolloutNoise(0.05, 3, 7))
+    assert sampler.effective_sigma == pytest.approx(0.05, rel=0.2)
+    assert sampler.noise_metrics()["noise/norms"] == 2 * model.config.get_text_config().num_hidden_layers
+    seen.append(greedy_pictured(sampler, requests))
+    sampler.lay_noise(RolloutNoise())
+    assert greedy_pictured(sampler, requests) == seen[1]
+    assert all(len({str(samples[row]) for samples in seen}) == 3 for row in range(2))
+
+
+def test_unfinished_completions_go_on_with_their_images(tmp_path):
+    """In BF16, new tokens differ from the policy by rounding alone; with other images they would not."""
+    path = save_reader(tmp_path / "model", "qwen3_vl")
+    given = {"rollouts_in_flight": 2.0, "max_completion_length": 24, "max_steps": 4, "learning_rate": 1e-5}
+    given |= {"per_device_train_batch_size": 4, "num_generations": 2, "generation_kwargs": {"stop_token_ids": ENDS}}
+    trainer = pictured_trainer(path, tmp_path / "out", train_dataset=data(8), **given)
+    requests, draw = [], trainer.vllm_generation.sampler.draw
+
+    def recorded(given, *args, **kwargs):
+        requests.extend(given)
+        return draw(given, *args, **kwargs)
+
+    trainer.vllm_generation.sampler.draw = recorded
+    trainer.train()
+    logged = [entry for entry in metrics(trainer) if "loss" in entry]
+    assert sum(entry["rollouts/carried"] for entry in logged) > 0
+    assert any(one.sampled and one.images for one in requests) and all(one.images for one in requests)
+    assert all(entry["mismatch/abs_logp_diff"] < 0.03 for entry in logged)
