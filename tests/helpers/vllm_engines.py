@@ -19,9 +19,8 @@ if not GPU:
 
 from accelerate import Accelerator
 from frozen_layers import layers
-from no_torchvision import load_text_models
 from peft import get_peft_model
-from tiny import HYBRIDS, MIXTURES, save_tiny, tiny_tokenizer
+from tiny import MIXTURES, save_tiny, tiny_tokenizer
 from training import lora, metrics, parameters
 from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
@@ -33,7 +32,8 @@ from trl_quant.models.families import GATES, HEAD, ROUTERS
 from trl_quant.models.linears import unquantized_linears
 from trl_quant.precisions import PRECISIONS
 from trl_quant.rollout import VLLMEngine
-from trl_quant.rollout.verify.self_check import Reference, check_sequences, mean_difference
+from trl_quant.rollout.verify.rows import check_sequences
+from trl_quant.rollout.verify.self_check import Reference, mean_difference
 from trl_quant.rollout.vllm.own_class import keeping_classes, take_subclasses
 from trl_quant.storage.layout import quantize_checkpoint
 
@@ -106,8 +106,6 @@ def policy(path, with_lora: bool = False, dtype: torch.dtype = torch.bfloat16, *
     """A tiny policy loaded from a checkpoint at `path`."""
     if kwargs.get("family") in (*MIXTURES, "qwen3_next"):
         allow_experts()
-    if kwargs.get("family") in HYBRIDS:
-        load_text_models()
     model = AutoModelForCausalLM.from_pretrained(save_tiny(path, dtype=torch.bfloat16, **kwargs), dtype=dtype)
     if not with_lora:
         return model
@@ -131,7 +129,7 @@ def update(model, seed: int, size: float = 0.02) -> None:
                 param.add_(torch.randn(param.shape, generator=generator).to(param), alpha=size)
 
 
-def engine(model, precision: str, **options) -> VLLMEngine:
+def engine(model, precision: str, processor=None, **options) -> VLLMEngine:
     settings = {
         "mode": "colocate",
         "max_model_length": 512,
@@ -141,7 +139,8 @@ def engine(model, precision: str, **options) -> VLLMEngine:
         "sync_check_steps": 0,
         "gpu_memory_utilization": MEMORY,
     }
-    built = VLLMEngine(model, Accelerator(cpu=not GPU), tiny_tokenizer(), precision=precision, **settings | options)
+    given = model, Accelerator(cpu=not GPU), processor or tiny_tokenizer()
+    built = VLLMEngine(*given, precision=precision, **settings | options)
     _alive.append(built)
     return built
 

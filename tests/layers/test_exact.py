@@ -26,7 +26,7 @@ from trl_quant.policy.exact.attention import ExactAttention, Unrotated
 from trl_quant.policy.exact.head import log_probs, log_softmax
 from trl_quant.policy.exact.model import compute_exactly
 from trl_quant.policy.unified import unify
-from trl_quant.rollout.vllm.support import check_exact
+from trl_quant.rollout.vllm.attention import check_exact
 
 
 @pytest.mark.parametrize("family", EXACT_FAMILIES)

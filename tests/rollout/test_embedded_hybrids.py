@@ -5,7 +5,8 @@ import torch
 from drawing import generated
 from embedded import PROMPTS, engine
 from peft import LoraConfig, get_peft_model
-from tiny import HYBRIDS, save_published, save_tiny, tiny_model
+from readers import save_reader
+from tiny import HYBRIDS, save_tiny, tiny_model
 from training import config, make, metrics
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
@@ -124,7 +125,7 @@ def test_grpo_trains_each_tensor(family, settings, least, most, tmp_path):
 def test_the_published_qwen3_5_trains_on_text(tmp_path):
     """TRL loads it with its tower, which stays as it is; the text's layers are sampled from in INT8."""
     args = config(QuantGRPOConfig, tmp_path / "out", rollout_precision="int8", max_steps=1, max_completion_length=8)
-    trainer = make(QuantGRPOTrainer, args, model=save_published(tmp_path / "model"))
+    trainer = make(QuantGRPOTrainer, args, model=save_reader(tmp_path / "model", "qwen3_5", torch.float32))
     assert type(trainer.model).__name__ == "Qwen3_5ForConditionalGeneration"
     start = {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
     trainer.train()

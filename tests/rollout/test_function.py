@@ -20,7 +20,8 @@ from trl_quant.precisions import PRECISIONS
 from trl_quant.rollout.embedded import transformers_engine
 from trl_quant.rollout.function import first_change, function_of
 from trl_quant.rollout.verify.copy_check import copy_check
-from trl_quant.rollout.verify.self_check import FLOOR, check_sequences, own_rows
+from trl_quant.rollout.verify.rows import check_sequences, own_rows
+from trl_quant.rollout.verify.self_check import FLOOR
 
 
 def base(model) -> nn.Module:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from vllm_engines import FP8_CACHE, SMALL, engine, fp8_block_anywhere, policy, set_scale, unrounded, update
 
 from trl_quant.layers import quantized
-from trl_quant.rollout.verify import kv_cache, self_check
+from trl_quant.rollout.verify import kv_cache, rows, self_check
 from trl_quant.rollout.vllm import worker
 from trl_quant.rollout.vllm.adapter import linear_layers
 from trl_quant.rollout.weights import PolicyWeights
@@ -171,7 +171,7 @@ def test_scales_of_the_checkpoint(tmp_path):
     with pytest.raises(RuntimeError, match=r"layer 1 the KV cache's `_v_scale_float` is 1, a fresh engine's 101"):
         sampler.check_sync()
     set_scale(sampler, "_v_scale_float", held[1])
-    sequences, sampled = sampler.logps(self_check.check_sequences(sampler.tokenizer, 288), 4)
+    sequences, sampled = sampler.logps(rows.check_sequences(sampler.tokenizer, 288), 4)
     for cache in sampler.caches.values():
         cache.scales.update(dict.fromkeys(cache.scales, 1.0))
     reference = self_check.Reference(sampler).logps(sequences)
@@ -471,7 +471,7 @@ def test_sharded_weights_are_quantized_as_they_are(tmp_path, monkeypatch):
     model = policy(tmp_path / "model", family="qwen2", dtype=torch.float32)
     update(model, seed=0)  # to weights that BF16 cannot represent
     sampler = engine(model, "int8")
-    prompts = self_check.check_sequences(sampler.tokenizer, 160)
+    prompts = rows.check_sequences(sampler.tokenizer, 160)
     expected = self_check.Reference(sampler).logps(prompts)
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     mesh = init_device_mesh("cpu", (1,))

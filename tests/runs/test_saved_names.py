@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from tiny import FAMILIES, MIXTURES, tiny_model, tiny_reader
+from readers import reader
+from tiny import FAMILIES, MIXTURES, tiny_model
 
 from trl_quant.runs.saved_names import load_as_saved, saves_other_names
 
 
 def made(family: str, seed: int):
-    return tiny_reader(seed)[0] if family == "reader" else tiny_model(family, seed=seed)
+    return reader("gemma3", seed=seed)[0] if family == "reader" else tiny_model(family, seed=seed)
 
 
 @pytest.mark.parametrize("family", [*MIXTURES, "reader"])

@@ -11,16 +11,14 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from PIL import Image
+from readers import picture, reader
 from remembering import assert_goes_on, in_flight, returned
-from tiny import tiny_reader
 from torch import nn
 from training import Killed, killing, metrics, parameters, scored_batches, trainer_for
 from transformers import ProcessorMixin
 from trl.data_utils import prepare_multimodal_messages
 
 from trl_quant import QuantDistillationTrainer, QuantGRPOTrainer, QuantRLOOTrainer
-from trl_quant.config.data import check_reads_ahead
 from trl_quant.layers import EngineLinear
 from trl_quant.trainers.pictures import requests_in_flight
 from trl_quant.trainers.pool import Completion, Group
@@ -29,11 +27,6 @@ from trl_quant.trainers.pool import Completion, Group
 pytestmark = pytest.mark.isa
 KINDS = {"GRPO": QuantGRPOTrainer, "RLOO": QuantRLOOTrainer, "distillation": QuantDistillationTrainer}
 ENDS = {"generation_kwargs": {"eos_token_id": [*range(0, 255, 7)]}}
-
-
-def picture(number: int) -> Image.Image:
-    pixels = torch.randint(0, 256, (20, 30, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(number))
-    return Image.fromarray(pixels.numpy())
 
 
 def data(column: str | None, rows: int = 8) -> Dataset:
@@ -48,12 +41,12 @@ def data(column: str | None, rows: int = 8) -> Dataset:
 
 def built(path, column, kind="GRPO", seed=0, **given):
     """Two groups, or four completions, a generation; weights that move visibly at each step."""
-    policy, processor = tiny_reader(seed)
+    policy, processor = reader("gemma3", seed=seed)
     settings = {"rollout_precision": "bf16", "rollouts_in_flight": 2.0, "per_device_train_batch_size": 4}
     settings |= {"max_completion_length": 40, "max_steps": 4, "optim": "sgd", "learning_rate": 0.01}
     settings |= {"lr_scheduler_type": "constant", **ENDS}
     if kind == "distillation":
-        settings |= {"is_correction": "tis", "teacher_model": tiny_reader(4)[0]}
+        settings |= {"is_correction": "tis", "teacher_model": reader("gemma3", seed=4)[0]}
     else:
         settings |= {"num_generations": 2, "beta": 0.0, "reward_funcs": killing(None)}
     settings |= {"processing_class": processor, "train_dataset": data(column), "kind": KINDS[kind]}
@@ -204,43 +197,18 @@ def same(trainer, other) -> bool:
     return all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-def test_images_are_refused_with_vllm(tmp_path):
-    vllm = {"use_vllm": True, "vllm_mode": "colocate", "generation_kwargs": None}
-    with pytest.raises(
-        ValueError, match=r"`rollouts_in_flight`=2\.0 carries images .* column 'image' .*`use_vllm`=True"
-    ):
-        built(tmp_path, "image", **vllm)
-
-
-def test_images_inside_prompts_are_refused_with_vllm():
-    """The first row's before anything is loaded, a later one's when its group would start."""
-    picture = [{"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "a"}]}]
+def test_vllm_gets_the_images_themselves():
+    """Also of a prompt that holds them; its processor's results are made by vLLM."""
+    held = [{"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "a"}]}]
     text = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
-    args = SimpleNamespace(use_vllm=True, rollouts_in_flight=2.0, dynamic_sampling_rounds=0)
-    first, later = ([{"prompt": prompt} for prompt in prompts] for prompts in ((picture, text), (text, picture)))
-    with pytest.raises(
-        ValueError, match=r"in_flight`=2\.0 carries images .* the first prompt of `train_dataset` holds"
-    ):
-        check_reads_ahead(args, Dataset.from_list(first))
-    check_reads_ahead(args, Dataset.from_list(later))
-    awaiting = [{"role": "user", "content": [{"type": "image"}, {"text": "a"}]}]
-    with pytest.raises(ValueError, match="the first prompt of `train_dataset` holds an image"):
-        check_reads_ahead(args, Dataset.from_list([{"prompt": awaiting}]))
-    check_reads_ahead(SimpleNamespace(**vars(args) | {"use_vllm": False}), Dataset.from_list(first))
-
-    sampler = SimpleNamespace(reads_images=True)
     trainer = SimpleNamespace(
-        args=args,
         processing_class=ProcessorMixin.__new__(ProcessorMixin),
-        train_dataset=later,
-        vllm_generation=SimpleNamespace(sampler=sampler),
+        train_dataset=[{"prompt": text}, {"prompt": held}],
+        vllm_generation=SimpleNamespace(sampler=SimpleNamespace(reads_images=True)),
     )
-    asked = [[(Group(0, row, [5], 0, []), Completion())] for row in (0, 1)]
-    assert [request.given for request in requests_in_flight(trainer, asked[0])[0]] == [[5]]
-    with pytest.raises(ValueError, match=r"carries images .* a prompt of `train_dataset` holds an image"):
-        requests_in_flight(trainer, asked[1])
-    args.rollouts_in_flight = 1.0  # dynamic sampling, whose completions vLLM samples whole
-    assert [request.images for request in requests_in_flight(trainer, asked[1])[0]] == [["a.png"]]
+    asked = [(Group(row, row, [5], 0, []), Completion(token_ids=[6])) for row in (0, 1)]
+    requests, processed = requests_in_flight(trainer, asked)
+    assert [(one.given, one.images) for one in requests] == [([5, 6], None), ([5, 6], ["a.png"])] and not processed
 
 
 @pytest.mark.parametrize("column", ["image", None])

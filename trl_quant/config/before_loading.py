@@ -12,6 +12,7 @@ from torch.nn import Module
 from transformers import AutoConfig
 
 from ..reading import reading
+from ..rollout.vllm.attention import NO_WHOLE_IMAGES, shows_whole_images
 from ..storage.identity import MODEL_FILES
 from ..storage.layout import check_files
 from ..storage.manifest import check_read
@@ -27,6 +28,7 @@ from .data import (
     check_texts,
     check_tokenization,
     check_turns,
+    holds_images,
     read_processing_class,
 )
 from .given import Given, name_of
@@ -73,6 +75,8 @@ def check_before_loading(
         check_tokenization(run.config, model, args, run.processing_class, train_dataset)
     if here:
         check_what("start", run)
+        if args.spec.sampler is not None and args.spec.sampler.is_vllm:
+            _check_images(run, datasets_of(train_dataset, eval_dataset))
     for role, (name, _) in models.items():
         if Path(name).is_dir():
             check_files(name)
@@ -96,6 +100,15 @@ def _check_names(args, model) -> None:
         started_on = (args.vllm_engine_kwargs or {}).get(name)
         if started_on is not None:
             check_named(f"vllm_engine_kwargs['{name}']", started_on)
+
+
+def _check_images(run: Given, datasets: dict) -> None:
+    """Raises `ValueError` for data with images that vLLM here would compute otherwise than the policy does."""
+    if shows_whole_images(run.config):
+        return
+    for name, dataset in datasets.items():
+        if holds_images(dataset):
+            raise ValueError(f"`{name}` has images. {NO_WHOLE_IMAGES}")
 
 
 def _check_attention(run: Given) -> None:

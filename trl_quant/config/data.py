@@ -212,20 +212,13 @@ def check_reads_ahead(args, train_dataset) -> None:
             f"{given} reads prompts ahead of TRL, which a stream cannot give twice. Use a `datasets.Dataset`, or leave "
             "it at its default."
         )
-    if args.use_vllm and args.rollouts_in_flight > 1:
-        images = {"image", "images"} & set(getattr(train_dataset, "column_names", None) or ())
-        if images:
-            raise ValueError(carries_no_images(args, f"`train_dataset` has a column {images.pop()!r}"))
-        if isinstance(train_dataset, Dataset) and images_of(train_dataset[0]["prompt"]):
-            raise ValueError(carries_no_images(args, "the first prompt of `train_dataset` holds an image"))
 
 
-def carries_no_images(args, found: str) -> str:
-    """Returns the message for images in partial rollouts with vLLM."""
-    return (
-        f"`rollouts_in_flight`={args.rollouts_in_flight} carries images with the embedded engine alone, and {found} "
-        "with `use_vllm`=True. Set `use_vllm=False`, or `rollouts_in_flight=1`."
-    )
+def holds_images(dataset) -> bool:
+    """Whether a dataset has a column of images, or one in its first prompt. Streams are not read."""
+    if {"image", "images"} & set(getattr(dataset, "column_names", None) or ()):
+        return True
+    return isinstance(dataset, Dataset) and len(dataset) > 0 and bool(images_of(dataset[0].get("prompt", "")))
 
 
 def images_of(prompt: str | list[dict]) -> list | None:

@@ -54,6 +54,7 @@ class Family(NamedTuple):
             Whether a padded row is known to compute what the row does alone. It does not where attention depends on
             the place of a token and not on distances alone: transformers counts places from the padding on.
         exact (`bool`): Whether its forward pass is known to have the bits of vLLM's ([`~policy.exact`]).
+        whole_images (`bool`): Whether the tokens of an image see each other, those after them too.
         both_ways (`bool`): Whether its attention is known to follow `is_causal=False` in a config.
         mixture (`bool`):
             Whether it is a mixture of experts that the embedded engine samples from: gated MLPs without biases, in
@@ -80,6 +81,7 @@ class Family(NamedTuple):
     pads: bool = True
     exact: bool = False
     both_ways: bool = False
+    whole_images: bool = False
     mixture: bool = False
     scores: str | None = None
     read: tuple[str, ...] = ()
@@ -130,7 +132,7 @@ FAMILIES = {
     "mistral": Family(norm="MistralRMSNorm", mlp="MistralMLP", exact=True, **_PRE_NORM, **_OWN),
     "phi3": Family(norm="Phi3RMSNorm", exact=True, **_JOINED, **_OWN),
     "gemma2": Family(**_SANDWICH, **_OWN),
-    "gemma3": Family(**_SANDWICH, **_OWN),
+    "gemma3": Family(whole_images=True, **_SANDWICH, **_OWN),
     "gemma3_text": Family(**_SANDWICH, **_OWN),
     "arcee": Family(norm="ArceeRMSNorm", **_UNGATED, **_OWN),
     "cohere": Family(**_ONE_NORM, **_OWN),
@@ -182,7 +184,9 @@ FAMILIES = {
         recurrent=True,
         read=("mamba.out_proj",),  # by mamba-ssm
     ),
-    # Known by their classes alone
+    # The text of models that read images. Their classes are those of the whole model's family
+    "qwen2_5_vl_text": Family(feeds=_FEEDS),
+    "qwen3_vl_text": Family(feeds=_FEEDS),
     "qwen2_vl": Family(norm="Qwen2VLRMSNorm", mlp="Qwen2MLP"),
     "qwen2_5_vl": Family(norm="Qwen2_5_VLRMSNorm", mlp="Qwen2MLP"),
     "qwen3_vl": Family(norm="Qwen3VLTextRMSNorm", mlp="Qwen3VLTextMLP"),

@@ -29,7 +29,7 @@ from ..corrections.diagnostics import diagnose, rollout_ratio
 from ..rollout import RolloutEngine
 from ..rollout.engine import requests_for
 from ..rollout.verify.activations import Comparison, Point
-from ..rollout.verify.self_check import check_sequences
+from ..rollout.verify.rows import check_sequences
 from ..storage.whole import write_whole
 from ..tasks import load_prompts
 from ..tasks.data import check_prompts, token_ids

@@ -147,6 +147,11 @@ class RolloutEngine:
         return getattr(self.processing_class, "tokenizer", self.processing_class)
 
     @property
+    def image_token(self) -> int | None:
+        """The token of which a prompt has one for each feature of its images; `None` if the policy reads only text."""
+        return getattr(self.weights.base_model.config, "image_token_id", None)
+
+    @property
     def context(self) -> int | None:
         """The longest sequence that the engine takes, in tokens; `None` if only the policy limits it."""
         return None

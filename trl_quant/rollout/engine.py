@@ -20,6 +20,8 @@ from typing import Any, Protocol
 
 # Says, from which requests of a call have ended, whether the engine may leave the others unfinished
 Enough = Callable[[list[bool]], bool]
+# A processor's results that have a value for each token of a prompt: 0 for text
+OF_EACH_TOKEN = ("token_type_ids", "mm_token_type_ids")
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,15 @@
 """
-Names the tensors of a mixture of experts as a checkpoint on disk does, one expert at a time.
+Names the tensors of a policy as a checkpoint on disk does: those of a mixture of experts, one expert at a time, and
+those of a model that reads images.
 
 In memory a layer's experts are two tensors, `experts.gate_up_proj` (E, 2 I, H) and `experts.down_proj` (E, H, I). On
 disk each expert has matrices of its own, under names that differ from family to family (`experts.3.gate_proj.weight`,
 `block_sparse_moe.experts.3.w1.weight`), and engines load those. transformers knows how to convert the tensors, but
 copies them. Here it converts small tensors that number the matrices, which tells their names; what is streamed are
 views of the policy's tensors.
+
+A model that reads images is published under other names too (`visual.blocks.0`, `vision_tower.vision_model.encoder`),
+and those are the names that engines are known to load.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from ..models.families import EXPERT_PARTS, ROUTER
-from ..models.linears import is_mixtures
+from ..models.linears import is_mixtures, unquantized_linears
 from ..models.names import clean_name
 
 
@@ -30,6 +34,8 @@ class NamesOnDisk:
 
     def __init__(self, policy: PreTrainedModel):
         self.policy = policy
+        self._reads_images = policy.config.get_text_config() is not policy.config
+        self._names: dict[str, str] = {}  # name in memory -> name on disk, of what is no expert
         self._numbers: dict[str, dict[str, int]] = {}  # name in memory -> names on disk -> numbers of the matrices
 
     def stream(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -40,7 +46,7 @@ class NamesOnDisk:
         """
         for name, tensor in self.with_buffers(weights):
             if not is_mixtures(name):
-                yield name, tensor
+                yield self.of(name), tensor
                 continue
             place, _, leaf = name.rpartition(".")
             kind = next((kind for kind in EXPERT_PARTS if leaf.startswith(kind)), None)
@@ -53,6 +59,20 @@ class NamesOnDisk:
             rows = [part for own in tensor for part in (own.chunk(parts) if own.ndim > 1 else [own] * parts)]
             for on_disk, number in self._numbered(f"{place}.{kind}", len(tensor), parts).items():
                 yield f"{on_disk}{suffix}", rows[number]
+
+    def of(self, name: str) -> str:
+        """Returns the name on disk of a tensor, or of its codes and scales, that belongs to no mixture of experts."""
+        if not self._reads_images:
+            return name
+        if name not in self._names:
+            (self._names[name],) = revert_weight_conversion(self.policy, {name: torch.empty(0)})
+        return self._names[name]
+
+    def kept(self, head: bool = True) -> list[str]:
+        """Returns the names in memory and on disk of the policy's [`~models.linears.unquantized_linears`]."""
+        found = unquantized_linears(self.policy, head)
+        on_disk = (self.of(f"{name}.weight").removesuffix(".weight") for name in found)
+        return list(dict.fromkeys([*found, *on_disk]))
 
     def with_buffers(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yields `weights`, and after a router's those of its [`buffers`]."""

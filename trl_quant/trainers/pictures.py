@@ -6,7 +6,7 @@ from typing import Any
 from transformers import ProcessorMixin
 from trl.data_utils import prepare_multimodal_messages
 
-from ..config.data import carries_no_images, images_of
+from ..config.data import images_of
 from ..rollout.engine import Request
 
 
@@ -32,18 +32,14 @@ def requests_in_flight(trainer, asked: list[tuple]) -> tuple[list[Request], dict
         asked (`list[tuple[Group, Completion]]`): The completions, each with its group.
 
     Raises:
-        `ValueError`: A prompt has images, which partial rollouts in vLLM do not carry, or now has another number of
-            tokens than when its group started.
+        `ValueError`: A prompt with images now has another number of tokens than when its group started.
     """
     prompts = {}
     if isinstance(trainer.processing_class, ProcessorMixin):
         prompts = {group.place: with_images(trainer.train_dataset[group.row]) for group, _ in asked}
     images = {place: images_of(prompt) for place, prompt in prompts.items()}
     requests = [Request(group.prompt, images.get(group.place), sampled=c.token_ids) for group, c in asked]
-    reads_images = trainer.vllm_generation.sampler.reads_images
-    if reads_images and trainer.args.rollouts_in_flight > 1 and any(images.values()):
-        raise ValueError(carries_no_images(trainer.args, "a prompt of `train_dataset` holds an image"))
-    if reads_images or not any(images.values()):
+    if trainer.vllm_generation.sampler.reads_images or not any(images.values()):
         return requests, {}
     tokenized, _, processed = trainer._tokenize_prompts([prompts[group.place] for group, _ in asked])
     for (group, _), ids in zip(asked, tokenized, strict=True):

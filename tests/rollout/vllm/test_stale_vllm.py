@@ -17,7 +17,8 @@ from trl_quant import QuantGRPOTrainer
 from trl_quant.formats import quantize
 from trl_quant.policy.unified import unified_layers
 from trl_quant.rollout import VLLMEngine
-from trl_quant.rollout.verify.self_check import FLOOR, SLACK, Reference, check_sequences, mean_difference
+from trl_quant.rollout.verify.rows import check_sequences
+from trl_quant.rollout.verify.self_check import FLOOR, SLACK, Reference, mean_difference
 
 
 pytestmark = pytest.mark.vllm

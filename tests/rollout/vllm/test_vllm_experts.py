@@ -19,7 +19,8 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm_engines import SMALL, engine, fresh, greedy, keep, policy, update
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
-from trl_quant.rollout.verify.self_check import Reference, mean_difference, rows_to_check
+from trl_quant.rollout.verify.rows import rows_to_check
+from trl_quant.rollout.verify.self_check import Reference, mean_difference
 from trl_quant.rollout.vllm import worker
 
 

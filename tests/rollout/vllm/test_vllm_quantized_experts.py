@@ -22,7 +22,8 @@ from vllm_engines import engine, fresh, greedy, policy, update
 
 from trl_quant.formats import quantize
 from trl_quant.models.linears import sampled_linears
-from trl_quant.rollout.verify.self_check import Reference, mean_difference, policy_logps, rows_to_check
+from trl_quant.rollout.verify.rows import rows_to_check
+from trl_quant.rollout.verify.self_check import Reference, mean_difference, policy_logps
 from trl_quant.rollout.vllm import kernel_checks
 from trl_quant.rollout.vllm.experts import check_experts, expert_layers, held_experts
 from trl_quant.rollout.vllm.repairs import constants, kernel_state, restore_kernel_state

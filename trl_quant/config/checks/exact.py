@@ -2,7 +2,7 @@
 
 from ...precisions import exact_flows
 from ...rollout.verify.kv_cache import UNQUANTIZED
-from ...rollout.vllm.support import check_exact
+from ...rollout.vllm.attention import check_exact
 from ..given import Given
 from ..values import listed
 from .rule import Rule, refusal

@@ -11,12 +11,12 @@ from ...precisions import in_vllm
 from ...reading import reading
 from ...rollout.sampling_options import biasing_options, not_taken
 from ...rollout.verify.kv_cache import CACHE_FORMATS, UNQUANTIZED
+from ...rollout.vllm.attention import check_head_size
 from ...rollout.vllm.support import (
     RESERVED,
     SET_BY_TRL,
     check_architecture,
     check_experts_here,
-    check_head_size,
     engine_arguments,
     refused_by_vllm,
     sampling_parameters,

@@ -29,7 +29,7 @@ from ...policy.positions import fix_positions, fixed_context, keep_cache
 from ...policy.routing import choices_recorded
 from ...policy.unified import fuse, is_silu
 from ..base import RolloutEngine, count_layers
-from ..engine import Enough, Request, RolloutNoise, Samples
+from ..engine import OF_EACH_TOKEN, Enough, Request, RolloutNoise, Samples
 from ..routing import split_by_request
 from ..sampling_options import check_supported, truncating
 from ..tensors import default_dtype, ties_embeddings
@@ -39,9 +39,6 @@ from .drawing import Ends, Least, SampledLogps, lengths_to_end, warpers
 
 
 logger = logging.getLogger(__name__)
-
-# A processor's results that have a value for each token of a prompt: 0 for text
-OF_EACH_TOKEN = ("token_type_ids", "mm_token_type_ids")
 
 
 class TransformersEngine(RolloutEngine):
@@ -110,7 +107,7 @@ class TransformersEngine(RolloutEngine):
         }
         if isinstance(self.processing_class, ProcessorMixin):
             # No image would belong to an image token that is sampled
-            options.setdefault("suppress_tokens", [self.weights.base_model.config.image_token_id])
+            options.setdefault("suppress_tokens", [self.image_token])
         return options
 
     def _traits(self, policy: PreTrainedModel) -> tuple:

@@ -25,7 +25,8 @@ from ...policy.unified import flow
 from ..function import first_change, function_of
 from ..tensors import outer_modules
 from .rounding import Rounding
-from .self_check import FLOOR, SLACK, computing_as_the_engine, mean_difference, policy_logps, rows_to_check
+from .rows import rows_to_check
+from .self_check import FLOOR, SLACK, computing_as_the_engine, mean_difference, policy_logps
 
 
 TOKENS_COMPARED = 480  # of all rows that are compared

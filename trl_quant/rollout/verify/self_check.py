@@ -27,11 +27,11 @@ import math
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 
 import torch
-from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
+from accelerate.utils import gather_object, is_peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
@@ -42,69 +42,13 @@ from ..tensors import base_layer, outer_modules
 from ..weights import PolicyWeights
 from .kv_cache import KVCache, attending_to
 from .rounding import Rounding
+from .rows import TEXTS, PicturedRow, pictured_row, rows_to_check
 
 
 SLACK = 4.0
 FLOOR = 2e-3  # nats
 SAME = 1e-7  # relative difference up to which weights count as equal
 CHECKED_TOKENS = 4  # tokens that the engine adds to each row
-TEXTS = (
-    "To find how many apples are left, start from what was bought and take away what was eaten. Ana bought 3 bags with "
-    "12 apples each, so she had 3 * 12 = 36 apples. She gave 7 to her brother and ate 2 a day for 5 days, which makes "
-    "7 + 2 * 5 = 17. Then 36 - 17 = 19 apples are left. The answer is 19. Check: 19 + 17 = 36, as it should be. ",
-    "def running_mean(values, window):\n    total, means = 0.0, []\n    for index, value in enumerate(values):\n"
-    "        total += value\n        if index >= window:\n            total -= values[index - window]\n"
-    "        means.append(total / min(index + 1, window))\n    return means\n\n\nprint(running_mean([4, 8, 15], 2))\n",
-    "The river rises in the hills north of the town, runs past two mills and an old stone bridge, and reaches the sea "
-    "after a day's walk. In spring the meadows along it are under water; in August children cross it on foot. Nobody "
-    "remembers who built the bridge, but a date is cut into its middle arch, and every year somebody paints it white. ",
-)
-
-
-def rows_to_check(engine, longest: int, tokens: int) -> list[list[int]]:
-    """
-    Returns the rows on which an engine is compared with its policy: of the run's own prompts, and as long as its own
-    rows may be. If no prompt is known, they are texts, repeated to a third of `tokens`. All ranks must call it, and get
-    the same rows. A run keeps its first rows.
-
-    Args:
-        engine ([`~rollout.RolloutEngine`]): The engine.
-        longest (`int`): Tokens of a row at most.
-        tokens (`int`): Tokens of all rows, about.
-    """
-    if engine.checked_rows is None:
-        asked = [engine.ask_prompts() if engine.ask_prompts is not None and engine.accelerator.is_main_process else []]
-        (prompts,) = broadcast_object_list(asked, from_process=0)
-        if not prompts:
-            return check_sequences(engine.tokenizer, max(1, min(tokens // len(TEXTS), longest)))
-        length = tokens
-        if engine.settings.max_completion_length is not None:
-            length = max(map(len, prompts)) + engine.settings.max_completion_length
-        engine.checked_rows = own_rows(prompts, max(1, min(length, longest, tokens)), tokens)
-    return engine.checked_rows
-
-
-def own_rows(prompts: list[list[int]], length: int, tokens: int) -> list[list[int]]:
-    """
-    Returns rows of `length` token ids, of `tokens` in all or fewer. Each begins with another of the `prompts` and goes
-    on with those after it; further rows begin inside of prompts.
-    """
-    prompts = [list(ids) for ids in dict.fromkeys(map(tuple, prompts))]
-    stream = [token for ids in prompts for token in ids]
-    count = max(1, tokens // length)
-    starts = [sum(map(len, prompts[:number])) for number in range(len(prompts))]
-    starts += range(0, len(stream), max(1, len(stream) // count))
-    endless = stream * (length // len(stream) + 2)
-    return [endless[start : start + length] for start in list(dict.fromkeys(starts))[:count]]
-
-
-def check_sequences(tokenizer, length: int) -> list[list[int]]:
-    """Returns `length` token ids of each text, repeating it if it is shorter. The result is the same on every rank."""
-    sequences = []
-    for text in TEXTS:
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        sequences.append((ids * (length // len(ids) + 1))[:length])
-    return sequences
 
 
 def plain_logps(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -122,6 +66,7 @@ def policy_logps(
     device: torch.device,
     arithmetic: AbstractContextManager | None = None,
     score: Callable[[Tensor, Tensor], Tensor] = plain_logps,
+    pictured: PicturedRow | None = None,
 ) -> list[Tensor]:
     """
     Computes the policy's log-probability, in nats, of each token but the first.
@@ -135,6 +80,7 @@ def policy_logps(
         score (`Callable`, *optional*):
             Computes something else from a sequence's logits, shape (length - 1, vocabulary), and the tokens that
             follow, shape (length - 1, 1). By default [`plain_logps`].
+        pictured ([`~rows.PicturedRow`], *optional*): The row with a picture that the sequences begin with.
 
     Returns:
         `list[torch.Tensor]`: For each sequence, a tensor of shape (length - 1,) on the CPU, or what `score` returns.
@@ -143,8 +89,9 @@ def policy_logps(
     model.eval()
     try:
         tokens = torch.tensor(sequences, device=device)  # one batch, so that each layer is quantized only once
+        fields = {} if pictured is None else pictured.given(tokens.shape[1], device)
         with arithmetic or torch.autocast(device.type, torch.bfloat16):
-            logits = model(input_ids=tokens, use_cache=False).logits[:, :-1]
+            logits = model(input_ids=tokens, use_cache=False, **fields).logits[:, :-1]
         targets = tokens[:, 1:, None]
         return [score(x, t).cpu() for x, t in zip(logits, targets, strict=True)]
     finally:
@@ -175,7 +122,7 @@ def self_check(engine, quick: bool = False) -> dict[str, float]:
         `RuntimeError`: The engine's weights are stale, corrupted, or those of the base model without its adapter.
     """
     device, last = engine.accelerator.device, engine.last_check
-    update = engine.update_since_sync()
+    update, pictured = engine.update_since_sync(), None
     is_stale = engine.is_stale()
     differing_weight = engine.differing_weight()
     block, longest = engine.limits()
@@ -196,6 +143,7 @@ def self_check(engine, quick: bool = False) -> dict[str, float]:
         expected = reference.logps(sequences)
         difference = mean_difference(sampled, expected)
         bound = SLACK * mean_difference(reference.logps(sequences, jitter=True), expected) + FLOOR
+        pictured = _pictured_difference(engine, reference, longest)
         engine.last_check = {
             "unquantized_difference": unquantized_difference,
             "bound": bound,
@@ -216,8 +164,35 @@ def self_check(engine, quick: bool = False) -> dict[str, float]:
         fault = _explain_difference(engine, sequences, sampled, bound, last)
     elif differing_weight is not None:
         fault = f"corrupted: the engine holds another `{differing_weight}` than the policy"
+    elif pictured is not None and not pictured[0] <= pictured[1]:
+        difference, bound = pictured
+        fault = "those of the policy for text, but not for an image: it places or computes images in another way"
     _require_no_fault(engine, fault, difference, bound)
-    return {"sync_check/logp_difference": difference, "sync_check/bound": bound}
+    found = {"sync_check/logp_difference": difference, "sync_check/bound": bound}
+    if pictured is not None:
+        found |= {"sync_check/image_logp_difference": pictured[0], "sync_check/image_bound": pictured[1]}
+    return found
+
+
+def _pictured_difference(engine, reference: "Reference", longest: int) -> tuple[float, float] | None:
+    """
+    Compares engine and policy on a prompt with a picture, if the run's processor makes one. What follows an image token
+    is not compared where it is another: no policy has learned to predict them.
+
+    Returns:
+        `tuple[float, float]`: The mean difference and its bound, in nats.
+    """
+    row = pictured_row(engine.processing_class, longest) if engine.takes_images else None
+    if row is None:
+        return None
+    sequences, (sampled,) = engine.logps([row.prompt], CHECKED_TOKENS, [row.images])
+    is_text = (torch.tensor(sequences[0][1:]) != engine.image_token)[-len(sampled) :]
+    (expected,), (jittered,) = (
+        [logps[-len(sampled) :][is_text] for logps in reference.logps(sequences, jitter=jitter, pictured=row)]
+        for jitter in (False, True)
+    )
+    bound = SLACK * mean_difference([jittered], [expected]) + FLOOR
+    return mean_difference([sampled[is_text]], [expected]), bound
 
 
 def _require_no_fault(engine, fault: str | None, difference: float, bound: float) -> None:
@@ -304,6 +279,7 @@ class Reference:
         adapted: bool = True,
         jitter: bool = False,
         score: Callable[[Tensor, Tensor], Tensor] = plain_logps,
+        pictured: PicturedRow | None = None,
     ) -> list[Tensor]:
         """
         Computes log-probabilities in nats, as [`policy_logps`] returns them.
@@ -313,21 +289,23 @@ class Reference:
             adapted (`bool`, *optional*, defaults to `True`): Whether the adapters are active.
             jitter (`bool`, *optional*, defaults to `False`): Whether each linear layer's output gets an error of up to
                 one rounding.
-            score (`Callable`, *optional*): As in [`policy_logps`].
+            score, pictured: As in [`policy_logps`].
         """
         device = self.engine.accelerator.device
         rounding = Rounding(device) if jitter else None
         stand_ins = self._stand_ins(adapted, rounding)
-        with computing_as_the_engine(self.weights, stand_ins, self.engine.caches, rounding):
-            hook = None
-            if rounding is not None:
-                head = self.weights.base_model.get_output_embeddings()
-                hook = head.register_forward_hook(lambda module, args, output: rounding(output))
-            try:
-                return policy_logps(self.engine.model, sequences, device, score=score)
-            finally:
-                if hook is not None:
-                    hook.remove()
+        with computing_as_the_engine(self.weights, stand_ins, self.engine.caches, rounding), ExitStack() as hooks:
+            for layer in self._other_layers() if rounding is not None else ():
+                hook = layer.register_forward_hook(lambda module, args, output: rounding(output))
+                hooks.callback(hook.remove)
+            return policy_logps(self.engine.model, sequences, device, score=score, pictured=pictured)
+
+    def _other_layers(self) -> list[nn.Module]:
+        """Returns the head, and the linear layers of a tower and of what joins it to the text."""
+        policy = self.weights.base_model
+        inside = set(policy.get_decoder().modules())
+        found = [module for module in policy.modules() if isinstance(module, nn.Linear) and module not in inside]
+        return list(dict.fromkeys([policy.get_output_embeddings(), *found]))
 
     def _stand_ins(self, adapted: bool, rounding: Rounding | None) -> dict[str, nn.Module]:
         """Returns the module that replaces each linear layer of the decoder, by the layer's place in the policy."""

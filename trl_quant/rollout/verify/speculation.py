@@ -33,7 +33,8 @@ from torch import Tensor
 
 from ..engine import Samples, requests_for
 from ..settings import SamplingSettings
-from .self_check import FLOOR, SLACK, Reference, raise_everywhere, rows_to_check
+from .rows import rows_to_check
+from .self_check import FLOOR, SLACK, Reference, raise_everywhere
 
 
 DRAWN_ROWS = 8

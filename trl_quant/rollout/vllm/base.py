@@ -10,21 +10,22 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, ProcessorMixin
 
 from ...formats import QuantizedTensor
 from ...models.families import EXPERT_PARTS, ROUTERS, number_of_experts
-from ...models.linears import fused_with, sampled_linears, sent_with, unquantized_linears
+from ...models.linears import fused_with, is_mixtures, sampled_linears, sent_with
 from ...precisions import PRECISIONS
 from ...run_spec import EngineSpec
 from ...storage.experts import NamesOnDisk
 from ...storage.layout import checkpoint_stream, checkpoint_tensors, quantizers_on
 from ...storage.quantization import brings_cache_scales
 from ..base import RolloutEngine, count_layers
-from ..engine import RolloutNoise
+from ..engine import Request, RolloutNoise, Samples
 from ..fingerprint import Fingerprint, fingerprint
 from ..tensors import ties_embeddings
 from ..verify.kv_cache import UNQUANTIZED, KVCache
+from .attention import NO_WHOLE_IMAGES, shows_whole_images
 from .speculation import Drafts
 from .support import check_experts_here, compute_as_vllm
 
@@ -44,10 +45,10 @@ class VLLMBase(RolloutEngine):
         lora_sync (`str`): How an adapter reaches the engine, `"merge"` or `"adapter"`.
         sleep_level (`int`): vLLM's sleep level between generations; 0 if it stays awake.
         checkpoint_dtype (`torch.dtype` or `None`): Type of the weights that the engine starts on, if it is known.
-        ignore (`list[str]`): Names of the policy's linear layers that are not quantized.
+        ignore (`list[str]`): Names of the policy's linear layers that are not quantized, in memory and on disk.
         has_experts (`bool`): Whether the policy is a mixture of experts.
         travels_quantized (`bool`): Whether a sync sends codes and scales instead of BF16 weights.
-        names_on_disk ([`~storage.experts.NamesOnDisk`]): Names the policy's experts as a checkpoint does.
+        names_on_disk ([`~storage.experts.NamesOnDisk`]): Names the policy's tensors as a checkpoint does.
         quantizers (`dict`): The functions that quantize on the engine's device; see [`~storage.layout.quantizers_on`].
         fused (`dict[str, tuple[str, ...]]`):
             Name of a linear layer -> those that the engine computes as one matrix with it, as the engine says; empty
@@ -60,6 +61,7 @@ class VLLMBase(RolloutEngine):
         syncs_to_check (`int`): Number of syncs until the next self-check.
         drafts ([`~speculation.Drafts`] or `None`):
             Counts of speculative decoding since the last [`take_metrics`]; `None` without it.
+        takes_images (`bool`): Whether vLLM computes images as the policy does.
         has_checked_drafts (`bool`): Whether samples of speculative decoding were found to be right.
     """
 
@@ -83,6 +85,7 @@ class VLLMBase(RolloutEngine):
         self.syncs_to_check = 1  # the first sync is checked
         self.drafts: Drafts | None = None
         self.has_checked_drafts = False
+        self.takes_images = shows_whole_images(self.weights.base_model.config)
         self._failure: str | None = None
         self._non_finite: dict[str, Tensor] = {}
         self._started_model: set = set()  # `_model_traits` when the engine started
@@ -97,8 +100,14 @@ class VLLMBase(RolloutEngine):
         self._started_model = self._model_traits()
 
     def further_options(self) -> dict:
-        """Returns the `generation_kwargs`, with the policy's end tokens: vLLM knows only its checkpoint's."""
+        """
+        Returns the `generation_kwargs`, with the policy's end tokens, of which vLLM knows only its checkpoint's, and
+        without tokens of images.
+        """
         given = self.settings.generation_kwargs
+        if isinstance(self.processing_class, ProcessorMixin) and self.drafts is None:
+            # No image would belong to an image token that is sampled
+            given = given | {"logit_bias": {self.image_token: -100.0} | (given.get("logit_bias") or {})}
         if given.get("ignore_eos"):
             return given
         return given | {"stop_token_ids": [*(given.get("stop_token_ids") or []), *self.eos_token_ids]}
@@ -124,13 +133,20 @@ class VLLMBase(RolloutEngine):
         """Sends the policy's weights, which have this fingerprint, to the engine."""
         raise NotImplementedError
 
-    def logps(self, prompts: list[list[int]], new_tokens: int) -> tuple[list[list[int]], list[Tensor]]:
+    def logps(
+        self, prompts: list[list[int]], new_tokens: int, images: list[list] | None = None
+    ) -> tuple[list[list[int]], list[Tensor]]:
         """
         Lets the engine continue the prompts greedily, with its prefix cache, and score the prompts without it.
 
+        Args:
+            prompts (`list[list[int]]`): Token ids.
+            new_tokens (`int`): Number of tokens to continue with.
+            images (`list[list]`, *optional*): The images of each prompt. A server does not score such prompts.
+
         Returns:
             `(list[list[int]], list[torch.Tensor])`: The prompts with `new_tokens` more tokens each; for each sequence
-            the log-probabilities, in nats, of all tokens but the first, shape (length - 1,).
+            the log-probabilities, in nats, of all tokens but the first, shape (length - 1,), or of the new ones.
         """
         raise NotImplementedError
 
@@ -199,7 +215,7 @@ class VLLMBase(RolloutEngine):
                 "and vLLM would expect a weight of the head. Set `config.tie_word_embeddings=True`, save the model "
                 "and start from that, or sample with `use_vllm=False`."
             )
-        self.ignore = unquantized_linears(policy)
+        self.ignore = self.names_on_disk.kept()
         self.travels_quantized = prepared or PRECISIONS[self.precision].travels_quantized
         if self.has_experts:
             check_experts_here(self.precision)
@@ -325,7 +341,7 @@ class VLLMBase(RolloutEngine):
         layers = {layer.weight for layer in found if not layer.holds_experts}
         for name, tensor in self.names_on_disk.with_buffers(self.policy_stream(layers)):
             if name not in layers:
-                yield name, tensor
+                yield name if is_mixtures(name) else self.names_on_disk.of(name), tensor
 
     def differing_weight(self) -> str | None:
         """
@@ -404,6 +420,11 @@ class VLLMBase(RolloutEngine):
         return metrics
 
     # Sample
+
+    def draw(self, requests: list[Request], *args, **kwargs) -> Samples:
+        if not self.takes_images and any(request.images for request in requests):
+            raise ValueError(NO_WHOLE_IMAGES)
+        return super().draw(requests, *args, **kwargs)
 
     def prepare(self) -> None:
         woken = self.ensure_ready()

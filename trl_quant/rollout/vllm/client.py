@@ -211,6 +211,10 @@ class Client(VLLMClient):
 
         called_within(None if self.seconds is None else self.seconds + TRANSFER_SLACK, message, call, *args)
 
+    def reset_encoder_cache(self) -> None:
+        """Lets the server compute images anew, with its current weights."""
+        self._post(f"{self.base_url}/reset_encoder_cache")
+
     def mark_sync(self) -> None:
         """Sends the workers a new token, after an update of weights."""
         token = uuid4().hex

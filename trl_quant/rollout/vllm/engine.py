@@ -22,7 +22,7 @@ from ...reading import reading
 from ...run_spec import DISCARDS, EngineSpec
 from ...storage.quantization import check_prepared
 from ...trl_seams import empty_cache
-from ..engine import Enough, Request, RolloutNoise, Samples
+from ..engine import Enough, Request, RolloutNoise, Samples, requests_for
 from ..fingerprint import Fingerprint, fingerprint
 from ..verify.kv_cache import KVCache
 from ..weights import PolicyWeights
@@ -337,6 +337,7 @@ class VLLMEngine(VLLMBase):
             self.sync_metrics = self.drift.metrics()
             self.forget_noise()
         self.llm.reset_prefix_cache()
+        self.llm.llm_engine.reset_encoder_cache()  # which holds features of images
         self.stale_cache = _cached_blocks(self.llm) > 0
 
     def _send_weights(self, groups: set[str] | None) -> None:
@@ -454,8 +455,7 @@ class VLLMEngine(VLLMBase):
             if self.returns_kept and options["top_k"] <= 0:
                 options["top_k"] = self.vocabulary  # as many as there are
             asked = partial(parameters, options, self.settings.structured_outputs_regex)
-            image_token = getattr(self.processing_class, "image_token_id", None)
-            samples = sampled(self.llm, everyones, asked, enough, image_token, self.vocabulary)
+            samples = sampled(self.llm, everyones, asked, enough, self.image_token, self.vocabulary)
         own = slice(start, start + len(requests))
         others = (each and each[own] for each in (samples.ended, samples.routing, samples.kept))
         return Samples(samples.token_ids[own], samples.logps[own], *others)
@@ -474,8 +474,10 @@ class VLLMEngine(VLLMBase):
         before = by_rank[: torch.distributed.get_rank(group=self._group)]
         return [request for rows in by_rank for request in rows], sum(map(len, before))
 
-    def logps(self, prompts: list[list[int]], new_tokens: int) -> tuple[list[list[int]], list[Tensor]]:
-        return greedy_logps(self.llm, prompts, new_tokens, self.bound)
+    def logps(
+        self, prompts: list[list[int]], new_tokens: int, images: list[list] | None = None
+    ) -> tuple[list[list[int]], list[Tensor]]:
+        return greedy_logps(self.llm, requests_for(prompts, images), new_tokens, self.bound, self.image_token)
 
     def read_caches(self) -> list[dict[int, KVCache]]:
         from . import worker

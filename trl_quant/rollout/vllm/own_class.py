@@ -5,29 +5,37 @@ vLLM runs families that it has no model for, and all with `model_impl="transform
 It makes the decoder's class one that it compiles, with another base, `__init__` and `__call__`. In one process that is
 the policy's class too, and a policy has nothing of what this `__call__` reads. Here vLLM's model gets a subclass with
 vLLM's changes, and the class itself gets back what it had.
+
+vLLM also has configs of its own for some families, such as Qwen3.5, and transformers then reads these by `AutoConfig`.
+transformers' models cannot be built from them, so transformers gets back those of the policy.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
 
 @contextmanager
 def keeping_classes(policy: nn.Module) -> Iterator[dict[type, type]]:
     """
-    Context in which vLLM starts. On exit the classes of the policy's models have their bases and attributes back.
+    Context in which vLLM starts. On exit the classes of the policy's models have their bases and attributes back, and
+    transformers reads configs of their families as those of the policy.
 
     Yields:
         `dict[type, type]`: Class that vLLM changed -> subclass with vLLM's changes. It is filled on exit.
     """
-    classes = {type(module) for module in policy.modules() if isinstance(module, PreTrainedModel)}
+    models = [module for module in policy.modules() if isinstance(module, PreTrainedModel)]
+    classes = {type(model) for model in models}
     before = {cls: (cls.__bases__, dict(vars(cls))) for cls in classes}
     changed: dict[type, type] = {}
     try:
         yield changed
     finally:
+        for config in {type(model.config) for model in models}:
+            if config.model_type in CONFIG_MAPPING and CONFIG_MAPPING[config.model_type] is not config:
+                AutoConfig.register(config.model_type, config, exist_ok=True)
         for cls, (bases, attributes) in before.items():
             added = tuple(base for base in cls.__bases__ if base not in bases)
             replaced = {name: value for name, value in vars(cls).items() if value is not attributes.get(name)}

@@ -31,6 +31,7 @@ from ..answers import fault_of_end
 from ..engine import Enough, Request, Samples
 from ..kept import Kept
 from ..settings import SamplingSettings
+from .images import generated
 
 
 logger = logging.getLogger(__name__)
@@ -84,53 +85,30 @@ def checking(bound: int | None, **given):
     return SamplingParams(**drawing | given)
 
 
-def greedy_logps(llm, prompts: list[list[int]], new_tokens: int, bound: int | None) -> tuple[list, list[Tensor]]:
+def greedy_logps(
+    llm, requests: list[Request], new_tokens: int, bound: int | None, image_token: int | None
+) -> tuple[list[list[int]], list[Tensor]]:
     """
     Continues prompts as [`checking`] draws, and scores them; see [`~rollout.vllm.base.VLLMBase.logps`].
 
     Args:
         llm: vLLM's `LLM`.
-        prompts (`list[list[int]]`): Token ids.
+        requests (`list[Request]`): The prompts.
         new_tokens (`int`): The tokens that each gets.
         bound (`int` or `None`): As in [`checking`].
+        image_token (`int` or `None`): As in [`~images.generated`].
     """
-    inputs = [{"prompt_token_ids": ids} for ids in prompts]
-    continuing = checking(bound, max_tokens=new_tokens, ignore_eos=True, logprobs=0)
+    ask = partial(generated, llm, requests, image_token=image_token)
     with nothing_left_behind(llm):
-        continued = llm.generate(inputs, continuing, use_tqdm=False)
-        scored = llm.generate(inputs, checking(bound, max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+        continued = ask(checking(bound, max_tokens=new_tokens, ignore_eos=True, logprobs=0))
+        scored = ask(checking(bound, max_tokens=1, prompt_logprobs=0))
     sequences, logps = [], []
-    for ids, output, prompt in zip(prompts, continued, scored, strict=True):
+    for request, output, prompt in zip(requests, continued, scored, strict=True):
         completion = output.outputs[0]
-        sequences.append([*ids, *completion.token_ids])
+        sequences.append([*request.given, *completion.token_ids])
         steps = [*prompt.prompt_logprobs[1:], *completion.logprobs]
         logps.append(torch.tensor([step[t].logprob for t, step in zip(sequences[-1][1:], steps, strict=True)]))
     return sequences, logps
-
-
-def vllm_prompt(request: Request, image_token: int | None = None) -> dict:
-    """
-    Returns a request's prompt as vLLM takes it: with one `image_token` for each image, which vLLM replaces by as many
-    as the image has.
-    """
-    if request.images is None:
-        return {"prompt_token_ids": request.given}
-    before = [None, *request.given[:-1]]
-    ids = [token for token, last in zip(request.given, before, strict=True) if token != image_token or last != token]
-    images = request.images if len(request.images) > 1 else request.images[0]
-    return {"prompt_token_ids": ids, "multi_modal_data": {"image": images}}
-
-
-def check_prompts(requests: list[Request], outputs) -> None:
-    """Raises `RuntimeError` if vLLM has read another prompt, which only an image's tokens can cause, than was given."""
-    for row, (request, output) in enumerate(zip(requests, outputs, strict=True)):
-        if request.images is not None and list(output.prompt_token_ids) != request.given:
-            raise RuntimeError(
-                f"vLLM sampled from another prompt than the trainer scores: prompt {row} has {len(request.given)} "
-                f"tokens, and vLLM made {len(output.prompt_token_ids)} of it, since it writes the tokens of an image "
-                "itself (https://github.com/huggingface/trl/issues/6294). Sample from the embedded engine "
-                "(`use_vllm=False`) or from a server (`vllm_mode='server'`)."
-            )
 
 
 def read(outputs, unfinished: Collection[str] = (), vocabulary: int = 0) -> Samples:
@@ -164,18 +142,16 @@ def sampled(
 ) -> Samples:
     """
     Samples from vLLM's `llm`; see [`~rollout.engine.Engine`]. `asked` returns the `SamplingParams` of a request with a
-    number of tokens so far. `image_token` stands for an image in a prompt, once or for each of its features.
+    number of tokens so far. `image_token` is the token of which a prompt has one for each feature of its images.
     `vocabulary` is the number of the model's tokens.
 
     Raises:
-        `RuntimeError`: vLLM has dropped a completion before its end, or has read another prompt.
+        `ValueError`, `RuntimeError`: As in [`~images.generated`], and vLLM has dropped a completion before its end.
     """
-    prompts = [vllm_prompt(request, image_token) for request in requests]
     goes_on = any(request.sampled for request in requests)
     each = [asked(len(request.sampled)) for request in requests] if goes_on else asked(0)
     with ending_early(llm, enough) as unfinished:
-        outputs = llm.generate(prompts, sampling_params=each, use_tqdm=False)
-    check_prompts(requests, outputs)
+        outputs = generated(llm, requests, each, image_token)
     return read(outputs, unfinished, vocabulary)
 
 

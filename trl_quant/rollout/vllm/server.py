@@ -20,7 +20,7 @@ from ...models.positions import why_vllm_differs
 from ...noise import noised_norms
 from ...precisions import PRECISIONS, in_vllm
 from ...storage.quantization import prepared_precisions
-from ..engine import Enough, Request, RolloutNoise, Samples
+from ..engine import Enough, Request, RolloutNoise, Samples, requests_for
 from ..fingerprint import Fingerprint
 from ..verify.kv_cache import CACHE_FORMATS, UNQUANTIZED, KVCache
 from .base import VLLMBase
@@ -202,6 +202,8 @@ class VLLMServerEngine(VLLMBase):
         if self.accelerator.is_main_process and self._announced[sent]:
             self.vllm_client.update_named_params(self._announced[sent], self.stream(groups))
             self.vllm_client.reset_prefix_cache()
+            if self.image_token is not None:
+                self.vllm_client.reset_encoder_cache()
             self.vllm_client.mark_sync()
         else:
             for _ in self.stream(groups):  # gathering is collective
@@ -285,17 +287,25 @@ class VLLMServerEngine(VLLMBase):
         if all(request.images is None for request in requests):
             return None
         found = self.vllm_client.image_features([requests[number].images for number in asked])
-        token, pairs = self.processing_class.image_token_id, zip(asked, found, strict=True)
-        return {number: placed(features, requests[number].prompt, token) for number, features in pairs}
+        prompts = [requests[number].prompt for number in asked]
+        places = [placed(own, ids, self.image_token) for own, ids in zip(found, prompts, strict=True)]
+        return dict(zip(asked, places, strict=True))
 
     # Self-check
 
-    def logps(self, prompts: list[list[int]], new_tokens: int) -> tuple[list[list[int]], list[Tensor]]:
+    def logps(
+        self, prompts: list[list[int]], new_tokens: int, images: list[list] | None = None
+    ) -> tuple[list[list[int]], list[Tensor]]:
         result = [None]
         if self.accelerator.is_main_process:
             client, options = self.vllm_client, {"temperature": 0.0, "generation_kwargs": {"ignore_eos": True}}
+            if images is not None:
+                features = self._features(requests_for(prompts, images), [*range(len(prompts))])
+                options["features"] = [*features.values()]
             continued = client.generate(prompts, n=1, max_tokens=new_tokens, logprobs=0, **options)
-            scored = client.get_sequence_logprobs(prompts, [1] * len(prompts), top_logprobs=1)["actual_logprobs"]
+            scored = [[]] * len(prompts)
+            if images is None:
+                scored = client.get_sequence_logprobs(prompts, [1] * len(prompts), top_logprobs=1)["actual_logprobs"]
             sequences = [[*ids, *new] for ids, new in zip(prompts, continued["completion_ids"], strict=True)]
             rows = zip(scored, continued["logprobs"], strict=True)
             logps = [torch.tensor([value for (value,) in [*prompt, *new]]) for prompt, new in rows]

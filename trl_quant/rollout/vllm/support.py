@@ -11,13 +11,13 @@ import torch
 from accelerate.utils import is_peft_model
 from packaging.version import Version
 from peft.tuners.tuners_utils import BaseTunerLayer
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ...formats import FORMATS
 from ...formats.fp8 import BLOCK
 from ...layers.products import follow_int8
 from ...layers.quantizers import follow_groups
-from ...models.families import GATES, families_with
+from ...models.families import GATES
 from ...models.linears import gates_of, sampled_linears, unquantized_linears
 from ...models.names import clean_name
 from ...models.routers import routers
@@ -31,8 +31,6 @@ VLLM_VERSIONS = ("0.26", "0.34")  # at least, below
 RANK_ON_CPU = "trl_quant.rollout.vllm.cpu_ranks.RankOnCPU"  # vLLM's `worker_cls` where CPU ranks form one engine
 # LoRA's initializations that do not change the base
 KEEPS_BASE = (True, False, "gaussian", "orthogonal", "eva")
-
-EXACT_HEADS = 128  # head size at which FlashAttention 3 decodes with the same tiles as it scores a whole sequence
 
 # vLLM's arguments that have a field of their own or that the engine must set -> what sets them
 RESERVED = {
@@ -352,56 +350,6 @@ def outside_decoder(policy: PreTrainedModel, architectures: list[str], model_imp
     layers = sampled_linears(policy).values()
     decoder = decoder_in_vllm(model, [layer.name for layer in layers if not layer.holds_experts])
     return [f"re:(?!{re.escape(decoder)})", *([GATES] if gates_of(policy) else [])]
-
-
-def _head_size(config: PreTrainedConfig) -> int:
-    config = config.get_text_config()
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def check_head_size(config: PreTrainedConfig) -> None:
-    """Raises `ValueError` on a CPU for a head size that vLLM's CPU kernels lack."""
-    from vllm.platforms import current_platform
-
-    size = _head_size(config)
-    has_latent_attention = getattr(config.get_text_config(), "kv_lora_rank", None)  # it has other kernels
-    if not current_platform.is_cpu() or has_latent_attention:
-        return
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    sizes = CPUAttentionBackend.get_supported_head_sizes()
-    if size not in sizes:
-        raise ValueError(
-            f"The policy's heads have {size} dimensions; on a CPU vLLM has kernels for {', '.join(map(str, sizes))}. "
-            "Set `use_vllm=False` for the embedded engine."
-        )
-
-
-def check_exact(config: PreTrainedConfig) -> None:
-    """Raises `ValueError` if the trainer cannot reproduce the engine's log-probabilities bit for bit."""
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    if capability is None or capability[0] != 9:
-        found = "a CPU" if capability is None else f"compute capability {capability[0]}.{capability[1]}"
-        raise ValueError(
-            f"`exact_rollouts`=True needs FlashAttention 3, on Hopper (compute capability 9.0), not {found}."
-        )
-    model_type = config.get_text_config().model_type
-    known = families_with("exact")
-    if model_type not in known:
-        raise ValueError(
-            f"`exact_rollouts`=True knows the computation of {', '.join(known)}, not of {model_type}. Leave it "
-            "at False."
-        )
-    dropout = getattr(config.get_text_config(), "attention_dropout", 0)
-    if dropout:
-        raise ValueError(f"`exact_rollouts`=True needs a model without dropout; it has `attention_dropout`={dropout}.")
-    size = _head_size(config)
-    if size != EXACT_HEADS:
-        raise ValueError(
-            f"`exact_rollouts`=True needs heads of {EXACT_HEADS} dimensions, and the policy's have {size}. It is not "
-            "known whether FlashAttention 3 then adds up in the same order in decoding and over a whole sequence. "
-            "Leave it at False."
-        )
 
 
 def layout_arguments(
