@@ -17,7 +17,14 @@ from places import ROOT
 from tiny import SIZES, save_published, save_tiny, tiny_model, tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, HeliumConfig, T5Config
 
-from trl_quant import DiffusionGRPOConfig, QuantDistillationConfig, QuantGRPOConfig, QuantPPOConfig, QuantRLOOConfig
+from trl_quant import (
+    DiffusionGRPOConfig,
+    QuantAsyncGRPOConfig,
+    QuantDistillationConfig,
+    QuantGRPOConfig,
+    QuantPPOConfig,
+    QuantRLOOConfig,
+)
 from trl_quant.config.checks import RULES, check_what
 from trl_quant.config.checks.rule import NEEDS, Rule
 from trl_quant.config.given import Given
@@ -36,7 +43,9 @@ REPLAY = {"router_replay": True}
 EXACT = {"train_precision": "int8", "exact_rollouts": True}
 LORA = {"peft_config": LoraConfig(target_modules=["q_proj"])}
 ZERO3 = {"deepspeed_plugin": SimpleNamespace(zero_stage=3)}
-GRPO, RLOO, PPO, DISTILLATION, DIFFUSION = (
+THREAD = {**INT8, "use_vllm": False}
+ASYNC, GRPO, RLOO, PPO, DISTILLATION, DIFFUSION = (
+    QuantAsyncGRPOConfig,
     QuantGRPOConfig,
     QuantRLOOConfig,
     QuantPPOConfig,
@@ -45,7 +54,7 @@ GRPO, RLOO, PPO, DISTILLATION, DIFFUSION = (
 )
 
 
-MASK = {DIFFUSION: {"mask_token_id": 3}}
+MASK = {DIFFUSION: {"mask_token_id": 3}, ASYNC: {"use_vllm": False}}
 
 
 class PlainGRPOConfig(QuantGRPOConfig):
@@ -230,6 +239,22 @@ CASES = {
             DISTILLATION,
             others=lambda directory: {"teacher_model": quantized_mixture(directory)},
         ),
+    ],
+    "asynchronous": [
+        Case("takes weights in this precision while it samples", ASYNC, {"rollout_precision": "int8"}),
+        Case("was not shown yet in a trainer that samples", ASYNC, THREAD | {"train_precision": "int8"}),
+        Case("packs its samples by itself", ASYNC, THREAD | {"pack_sequences": True}),
+        Case("do not carry their routing yet", ASYNC, THREAD | {"router_replay": True}),
+        Case("no generations to carry completions between", ASYNC, THREAD | {"rollouts_in_flight": 2.0}),
+        Case("needs advantages that are not standardized", ASYNC, {"is_correction": "ais"}),
+        Case("`request_timeout`=9 acts only with `use_vllm=True`", ASYNC, THREAD | {"request_timeout": 9}),
+        Case("`reward_timeout`=9 acts only with rewards that", ASYNC, {"reward_timeout": 9}),
+        Case("the asynchronous trainer has `request_timeout`", ASYNC, {"vllm_request_timeout": 9.0}),
+        Case("under FSDP or DeepSpeed", ASYNC, THREAD, assigned={"fsdp_plugin_args": {"fsdp_version": 2}}),
+        Case("nothing samples", ASYNC, {"use_vllm": False}),
+        Case("with `rollout_worker`, which samples instead", ASYNC, THREAD, others={"rollout_worker": print}),
+        Case("samples single turns", ASYNC, THREAD, others={"tools": [print]}),
+        Case("caps the logits of its attention", ASYNC, THREAD, model=tiny("gemma2")),
     ],
     "sampler": [
         Case("with FSDP1, which joins", fields=INT8, assigned={"fsdp_plugin_args": {"fsdp_version": 1}}),
@@ -510,7 +535,7 @@ def test_a_real_config_breaks_it(idea, number, tmp_path, monkeypatch, caplog):
     assert message is not None and case.says in message, message
 
 
-@pytest.mark.parametrize("config_class", [GRPO, RLOO, PPO, DISTILLATION, DIFFUSION])
+@pytest.mark.parametrize("config_class", [GRPO, RLOO, PPO, DISTILLATION, DIFFUSION, ASYNC])
 def test_a_plain_run_breaks_none(config_class, tmp_path):
     policy = tiny(is_causal=False)(tmp_path) if config_class is DIFFUSION else from_disk(tmp_path)
     given = {"teacher_model": from_disk(tmp_path), "processing_class": tiny_tokenizer()}
