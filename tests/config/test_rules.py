@@ -242,7 +242,7 @@ CASES = {
     ],
     "asynchronous": [
         Case("takes weights in this precision while it samples", ASYNC, {"rollout_precision": "int8"}),
-        Case("was not shown yet in a trainer that samples", ASYNC, THREAD | {"train_precision": "int8"}),
+        Case("freezes a base in codes", ASYNC, {"use_vllm": False, "train_precision": "nvfp4"}),
         Case("packs its samples by itself", ASYNC, THREAD | {"pack_sequences": True}),
         Case("do not carry their routing yet", ASYNC, THREAD | {"router_replay": True}),
         Case("no generations to carry completions between", ASYNC, THREAD | {"rollouts_in_flight": 2.0}),

@@ -205,6 +205,18 @@ def test_a_base_is_never_merged_in_place(tmp_path):
     assert logged(trainer, "mismatch/kl_k3")[-1] < 1
 
 
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_a_policy_that_trains_in_the_samplers_numbers(tmp_path, precision):
+    """The copy gets the codes that the policy computes with, so that at age 0 only last bits differ."""
+    apart = {}
+    for training in (precision, None):
+        settings = {"train_precision": training, "rollout_precision": precision, "learning_rate": 1e-2}
+        trainer = asynchronous(tmp_path, max_staleness=0, max_steps=3, **settings)
+        trainer.train()
+        apart[training] = logged(trainer, "mismatch/abs_logp_diff")
+    assert max(apart[precision]) < 1e-3 < 1e-2 < min(apart[None])
+
+
 def test_noise_is_drawn_for_each_version(tmp_path):
     noise = {"noise_schedule": "linear", "noise_sigma_start": 0.05, "noise_sigma_end": 0.01, "noise_stages": 3}
     trainer = asynchronous(tmp_path, rollout_precision="bf16", max_steps=6, uaq_scale=1.5, max_staleness=0, **noise)

@@ -49,9 +49,10 @@ RULES = (
     ),
     Rule(
         ("train_precision",),
-        when=lambda run: run.args.is_asynchronous and run.args.train_precision is not None,
-        message="`train_precision`={args.train_precision!r} was not shown yet in a trainer that samples while it "
-        "trains. Leave it unset.",
+        when=lambda run: run.args.is_asynchronous and run.spec.training.freezes_base,
+        message="`train_precision`={args.train_precision!r} freezes a base in codes, from which a copy beside the "
+        "training would be quantized again. Leave it unset, or train all weights.",
+        needs="arguments",
     ),
     Rule(
         ("pack_sequences",),
