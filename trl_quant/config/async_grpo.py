@@ -14,9 +14,12 @@ class AsynchronousFields:
     """Where the samples of a run come from that samples while it trains."""
 
     use_vllm: bool = True
-    """Whether a vLLM server samples, as in TRL. If not, an embedded copy of the policy in the `rollout_precision`
-    samples in a thread of the trainer's process.
+    """Whether a vLLM server samples, in the `rollout_precision` if there is one. If not, an embedded copy of the policy
+    does, in a thread of the trainer's process.
     """
+
+    vllm_group_port: int = 51216
+    """Port over which a server gets weights in the `rollout_precision`. Each run on a machine needs one of its own."""
 
 
 ASYNCHRONOUS = {"what samples while the policy trains": explain(AsynchronousFields)}

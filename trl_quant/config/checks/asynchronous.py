@@ -5,16 +5,12 @@ from ..given import Given
 from .rule import Rule, acts_only
 
 
-# Fields of TRL's that reach its worker, which samples from a server
+OF_THE_SERVER = ("vllm_server_base_url", "vllm_server_timeout")
+# Fields of TRL's that reach its worker and its weight transfer
 OF_TRLS_WORKER = (
-    *("vllm_server_base_url", "vllm_server_timeout", "request_timeout", "weight_sync_timeout"),
-    *("max_tool_calling_iterations", "fork_threshold_tokens", "log_completions", "num_completions_to_print"),
+    *("request_timeout", "weight_sync_timeout", "max_tool_calling_iterations", "fork_threshold_tokens"),
+    *("log_completions", "num_completions_to_print"),
 )
-
-
-def _embeds(run: Given) -> bool:
-    """Whether the embedded engine is to sample in a thread beside the training."""
-    return run.args.is_asynchronous and not run.args.use_vllm
 
 
 def _samples(run: Given) -> bool:
@@ -40,13 +36,6 @@ def _speakers(run: Given) -> str:
 
 
 RULES = (
-    Rule(
-        ("rollout_precision", "use_vllm"),
-        when=lambda run: _samples(run) and run.args.use_vllm,
-        message="`rollout_precision`={args.rollout_precision!r} with `use_vllm=True`: a server that takes weights in "
-        "this precision while it samples is not there yet for this trainer. Set `use_vllm=False`, or leave "
-        "`rollout_precision` unset.",
-    ),
     Rule(
         ("train_precision",),
         when=lambda run: run.args.is_asynchronous and run.spec.training.freezes_base,
@@ -74,34 +63,45 @@ RULES = (
     ),
     Rule(
         ("is_correction", "use_vllm"),
-        when=lambda run: run.args.is_asynchronous and run.args.use_vllm and not run.args.standardizes,
-        message="`is_correction`={args.is_correction!r} needs advantages that are not standardized, and TRL's worker, "
-        "which samples from the server, has no switch for it. Set `use_vllm=False`, or use another correction.",
+        when=lambda run: run.args.is_asynchronous and run.spec.sampler is None and not run.args.standardizes,
+        message="`is_correction`={args.is_correction!r} needs advantages that are not standardized, and TRL's worker "
+        "has no switch for it. Set a `rollout_precision`, or use another correction.",
+    ),
+    acts_only(
+        OF_THE_SERVER,
+        "`use_vllm=True`",
+        where=lambda run: not run.args.is_asynchronous or run.args.use_vllm,
     ),
     acts_only(
         OF_TRLS_WORKER,
-        "`use_vllm=True`",
-        where=lambda run: not _embeds(run),
+        "TRL's worker, and a `rollout_precision` samples without it",
+        where=lambda run: not _samples(run),
     ),
     acts_only(
         ("reward_timeout",),
-        "rewards that the trainer's process calls: `use_vllm=False` (TRL's worker calls them in another)",
-        where=lambda run: not run.args.is_asynchronous or _embeds(run),
+        "rewards that the trainer's process calls, as with a `rollout_precision`; TRL's worker calls them in another",
+        where=lambda run: not run.args.is_asynchronous or _samples(run),
     ),
     acts_only(
-        ("vllm_request_timeout",),
-        "an engine of this package behind a server, and the asynchronous trainer has `request_timeout`",
-        where=lambda run: not run.args.is_asynchronous,
+        ("vllm_request_timeout", "vllm_group_port"),
+        "a server that samples in a `rollout_precision`",
+        where=lambda run: not run.args.is_asynchronous or (_samples(run) and run.args.use_vllm),
     ),
     Rule(
-        ("use_vllm",),
-        when=lambda run: _embeds(run) and _is_spread(run),
-        message="`use_vllm=False` on several processes, or under FSDP or DeepSpeed: the embedded engine samples in a "
-        "thread of one process, which holds the whole policy. Use one process, or `use_vllm=True`.",
+        ("rollout_precision",),
+        when=lambda run: _samples(run) and _is_spread(run),
+        message="`rollout_precision`={args.rollout_precision!r} on several processes, or under FSDP or DeepSpeed: a "
+        "thread of one process samples beside the training, and takes the weights from it alone. Use one process, or "
+        "leave `rollout_precision` unset.",
     ),
     Rule(
         ("use_vllm", "rollout_precision"),
-        when=lambda run: _embeds(run) and run.spec.sampler is None and run.others.get("rollout_worker") is None,
+        when=lambda run: (
+            run.args.is_asynchronous
+            and not run.args.use_vllm
+            and run.spec.sampler is None
+            and run.others.get("rollout_worker") is None
+        ),
         message="`use_vllm=False` without a `rollout_precision`: nothing samples. Set `rollout_precision='bf16'` for a "
         "copy without quantization, or pass a `rollout_worker`.",
         needs="arguments",
@@ -114,10 +114,10 @@ RULES = (
         needs="arguments",
     ),
     Rule(
-        ("use_vllm",),
-        when=lambda run: _embeds(run) and _speakers(run),
-        message="`use_vllm=False` with {found}: the thread beside the training samples single turns. Set "
-        "`use_vllm=True`, with which TRL's worker takes them.",
+        ("rollout_precision",),
+        when=lambda run: _samples(run) and _speakers(run),
+        message="`rollout_precision`={args.rollout_precision!r} with {found}: the thread beside the training samples "
+        "single turns. Leave it unset: TRL's worker takes several.",
         needs="arguments",
     ),
     Rule(

@@ -1,5 +1,6 @@
 """
-Samples in a thread of the trainer's process while the main thread trains.
+Samples in a thread of the trainer's process while the main thread trains: from an embedded engine, which shares the
+device with the training, or from a vLLM server on devices of its own.
 
 [`SamplingThread`] is TRL's rollout worker and its weight transfer in one. The two threads share an engine:
 
@@ -229,10 +230,11 @@ class SamplingThread:
             self._beat = time.monotonic()
             if not self._samples.is_set() or self._stopped.is_set():
                 return True
-            if not self.rollout_buffer.empty():
-                return False
             unfinished = {id(group) for (group, _), has_ended in zip(asked, ended, strict=True) if not has_ended}
-            return len(unfinished) < len({id(group) for group, _ in asked})
+            # The trainer waits for a group, or there is room for others
+            return len(unfinished) < groups and (self.rollout_buffer.empty() or len(unfinished) <= groups // 2)
+
+        groups = len({id(group) for group, _ in asked})
 
         self._beat = time.monotonic()
         requests = [Request(group.prompt, copies=1, sampled=list(c.token_ids)) for group, c in asked]

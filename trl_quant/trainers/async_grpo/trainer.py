@@ -43,7 +43,7 @@ class QuantAsyncGRPOTrainer(QuantPrecision, TRLsArguments):
     >>> trainer = QuantAsyncGRPOTrainer(
     ...     model="Qwen/Qwen2.5-0.5B-Instruct",
     ...     reward_funcs=strict_math_reward,
-    ...     args=QuantAsyncGRPOConfig(use_vllm=False, rollout_precision="int8"),
+    ...     args=QuantAsyncGRPOConfig(rollout_precision="fp8"),  # of a server; `use_vllm=False` for the embedded engine
     ...     train_dataset=load_dataset("trl-lib/DeepMath-103K", split="train"),
     ... )
     >>> trainer.train()
@@ -130,9 +130,14 @@ class QuantAsyncGRPOTrainer(QuantPrecision, TRLsArguments):
         policy.set_attn_implementation(TREES)
         if self.sampling_thread is None:
             return
-        settings = {name: getattr(self.args, name) for name in SAMPLING if hasattr(self.args, name)}
+        args = self.args
+        settings = {name: getattr(args, name) for name in SAMPLING if hasattr(args, name)}
+        if args.use_vllm:
+            settings |= {"mode": args.vllm_mode, "server_base_url": args.vllm_server_base_url.rstrip("/")}
+            settings |= {"server_timeout": args.vllm_server_timeout, "group_port": args.vllm_group_port}
+            settings["trust_remote_code"] = args.trust_remote_code
         leave_casts_to_autocast(self.model)
-        tell_noise(self.model, self.args)
+        tell_noise(self.model, args)
         thread = self.sampling_thread
         self._engine = build_engine(self.spec.sampler, self.model, self.accelerator, self.processing_class, **settings)
         thread.engine, thread.tokenizer = self._engine, self._engine.tokenizer
