@@ -11,6 +11,8 @@ _PUBLIC = {
     "AISGRPOTrainer": ".trainers.grpo",
     "DiffusionGRPOConfig": ".config",
     "DiffusionGRPOTrainer": ".trainers.diffusion",
+    "QuantAsyncGRPOConfig": ".config",
+    "QuantAsyncGRPOTrainer": ".trainers.async_grpo",
     "QuantDistillationConfig": ".config",
     "QuantDistillationTrainer": ".trainers.distillation",
     "QuantGRPOConfig": ".config",

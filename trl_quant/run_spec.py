@@ -134,7 +134,7 @@ class EngineSpec:
             config.vllm_mode if config.use_vllm else "embedded",
             config.rollout_precision,
             config.train_precision,
-            is_sharded=config.fsdp_version is not None,
+            is_apart=config.fsdp_version is not None or config.is_asynchronous,
             denoises=config.denoises,
         )
         schedule = {}
@@ -181,7 +181,7 @@ INDEPENDENT = {"lora_sync": EngineSpec.lora_sync, "vllm_sleep_level": DISCARDS, 
 
 
 def engine_kind(
-    mode: str, precision: str, train_precision: str | None, is_sharded: bool = False, denoises: bool = False
+    mode: str, precision: str, train_precision: str | None, is_apart: bool = False, denoises: bool = False
 ) -> str:
     """
     Returns the kind of engine that samples in `precision`, a key of [`ENGINES`].
@@ -190,10 +190,11 @@ def engine_kind(
         mode (`str`): `"embedded"`, or one of [`VLLM_MODES`].
         precision (`str`): The `rollout_precision`.
         train_precision (`str` or `None`): The `train_precision`.
-        is_sharded (`bool`, *optional*, defaults to `False`): Whether FSDP shards the policy.
+        is_apart (`bool`, *optional*, defaults to `False`):
+            Whether the policy's own layers cannot sample: FSDP shards them, or they train meanwhile.
         denoises (`bool`, *optional*, defaults to `False`): Whether the policy is a masked diffusion model.
     """
-    is_shared = mode == "embedded" and precision == train_precision and not is_sharded
+    is_shared = mode == "embedded" and precision == train_precision and not is_apart
     kind = "shared" if is_shared else mode
     return _DENOISING[kind] if denoises else kind
 

@@ -9,6 +9,7 @@ A context restores the original when it ends:
 | `VLLMGeneration` in the module of TRL's trainer | the construction of a trainer | TRL looks up its engine there |
 | `is_vllm_available` in the same | the same | TRL's distillation asks for vLLM, and the embedded engine needs none |
 | `create_model_from_path` in the same | the same, of a distillation | the larger of two vocabularies is cut |
+| `get_peak_flops_per_device` in the module of TRL's asynchronous trainer | the same | it asks CUDA for its name |
 | fields of the trainer's arguments | the same | TRL corrects for its sampler only with `use_vllm` |
 | `num_generations` of a config | the checks of TRL's `GRPOConfig` | PPO needs a single completion of a prompt |
 | `TrainingArguments.world_size` | the construction of a config | `trl-quant choose` is one process for several |
@@ -138,6 +139,11 @@ LASTING = {
         "the model",
         "tests/policy/test_routing.py::test_gradients_are_those_of_a_loop",
     ),
+    ("policy/trees.py", "register"): (
+        "transformers' tables of attention functions and masks",
+        "the process",
+        "tests/policy/test_trees.py::test_a_trie_is_each_sample_alone",
+    ),
     ("policy/unified.py", "forward"): (
         "the MLPs of the policy",
         "the model, until `restore`",
@@ -266,6 +272,18 @@ def trainer_builds(trainer_class: type, engine: Callable | None, args: Any, **fi
     ours = {} if engine is None else {"VLLMGeneration": engine, "is_vllm_available": lambda: True}
     ours = {name: value for name, value in ours.items() if hasattr(module, name)}
     with exchanged(module, **ours), arguments_seen(args, **fields):
+        yield
+
+
+@contextmanager
+def without_peak_flops() -> Iterator[None]:
+    """Context in which TRL's asynchronous trainer is built without asking CUDA for its name, where there is none."""
+    if torch.cuda.is_available():
+        yield
+        return
+    import trl.experimental.async_grpo.async_grpo_trainer as module
+
+    with exchanged(module, get_peak_flops_per_device=lambda accelerator, dtype: None):
         yield
 
 

@@ -18,7 +18,14 @@ from readers import save_reader
 from tiny import SIZES, save_tiny, tiny_model, tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, HeliumConfig, T5Config
 
-from trl_quant import DiffusionGRPOConfig, QuantDistillationConfig, QuantGRPOConfig, QuantPPOConfig, QuantRLOOConfig
+from trl_quant import (
+    DiffusionGRPOConfig,
+    QuantAsyncGRPOConfig,
+    QuantDistillationConfig,
+    QuantGRPOConfig,
+    QuantPPOConfig,
+    QuantRLOOConfig,
+)
 from trl_quant.config.checks import RULES, check_what
 from trl_quant.config.checks.rule import NEEDS, Rule
 from trl_quant.config.given import Given
@@ -38,7 +45,9 @@ SCALED_STEPS = {"ess_step_scaling": True}
 EXACT = {"train_precision": "int8", "exact_rollouts": True}
 LORA = {"peft_config": LoraConfig(target_modules=["q_proj"])}
 ZERO3 = {"deepspeed_plugin": SimpleNamespace(zero_stage=3)}
-GRPO, RLOO, PPO, DISTILLATION, DIFFUSION = (
+THREAD = {**INT8, "use_vllm": False}
+ASYNC, GRPO, RLOO, PPO, DISTILLATION, DIFFUSION = (
+    QuantAsyncGRPOConfig,
     QuantGRPOConfig,
     QuantRLOOConfig,
     QuantPPOConfig,
@@ -47,7 +56,7 @@ GRPO, RLOO, PPO, DISTILLATION, DIFFUSION = (
 )
 
 
-MASK = {DIFFUSION: {"mask_token_id": 3}}
+MASK = {DIFFUSION: {"mask_token_id": 3}, ASYNC: {"use_vllm": False}}
 
 
 class PlainGRPOConfig(QuantGRPOConfig):
@@ -233,6 +242,22 @@ CASES = {
             DISTILLATION,
             others=lambda directory: {"teacher_model": quantized_mixture(directory)},
         ),
+    ],
+    "asynchronous": [
+        Case("freezes a base in codes", ASYNC, {"use_vllm": False, "train_precision": "nvfp4"}),
+        Case("packs its samples by itself", ASYNC, THREAD | {"pack_sequences": True}),
+        Case("do not carry their routing yet", ASYNC, THREAD | {"router_replay": True}),
+        Case("no generations to carry completions between", ASYNC, THREAD | {"rollouts_in_flight": 2.0}),
+        Case("needs advantages that are not standardized", ASYNC, {"is_correction": "ais"}),
+        Case("`vllm_server_timeout`=9.0 acts only with `use_vllm=True`", ASYNC, THREAD | {"vllm_server_timeout": 9.0}),
+        Case("`request_timeout`=9 acts only with TRL's worker", ASYNC, {**INT8, "request_timeout": 9}),
+        Case("`reward_timeout`=9 acts only with rewards that", ASYNC, {"reward_timeout": 9}),
+        Case("`vllm_group_port`=9 acts only with a server that", ASYNC, THREAD | {"vllm_group_port": 9}),
+        Case("under FSDP or DeepSpeed", ASYNC, INT8, assigned={"fsdp_plugin_args": {"fsdp_version": 2}}),
+        Case("nothing samples", ASYNC, {"use_vllm": False}),
+        Case("with `rollout_worker`, which samples instead", ASYNC, INT8, others={"rollout_worker": print}),
+        Case("samples single turns", ASYNC, THREAD, others={"tools": [print]}),
+        Case("caps the logits of its attention", ASYNC, THREAD, model=tiny("gemma2")),
     ],
     "sampler": [
         Case("with FSDP1, which joins", fields=INT8, assigned={"fsdp_plugin_args": {"fsdp_version": 1}}),
@@ -531,7 +556,7 @@ def test_known_kernels_of_experts_may_be_asked_for(tmp_path):
     assert [rule.broken(run) is None for run in given] == [True, False]
 
 
-@pytest.mark.parametrize("config_class", [GRPO, RLOO, PPO, DISTILLATION, DIFFUSION])
+@pytest.mark.parametrize("config_class", [GRPO, RLOO, PPO, DISTILLATION, DIFFUSION, ASYNC])
 def test_a_plain_run_breaks_none(config_class, tmp_path):
     policy = tiny(is_causal=False)(tmp_path) if config_class is DIFFUSION else from_disk(tmp_path)
     given = {"teacher_model": from_disk(tmp_path), "processing_class": tiny_tokenizer()}

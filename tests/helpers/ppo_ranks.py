@@ -58,13 +58,16 @@ def whole(model) -> dict[str, torch.Tensor]:
 
 
 def sums(trainer) -> dict[str, dict[str, float]]:
-    """The sum of each weight's entries with weights of their own, of policy and critic."""
+    """The sums of policy and critic."""
+    return {"policy": sums_of(whole(trainer.model)), "critic": sums_of(whole(trainer.critic.model))}
+
+
+def sums_of(weights: dict[str, torch.Tensor]) -> dict[str, float]:
+    """The sum of each weight's entries with weights of their own."""
     found = {}
-    for part, model in (("policy", trainer.model), ("critic", trainer.critic.model)):
-        found[part] = {}
-        for name, tensor in whole(model).items():
-            factors = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)).double()
-            found[part][name] = (factors * tensor.cpu()).sum().item()
+    for name, tensor in weights.items():
+        factors = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)).double()
+        found[name] = (factors * tensor.cpu()).sum().item()
     return found
 
 

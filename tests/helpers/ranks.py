@@ -8,8 +8,8 @@ A case is a mode, a precision and a tuning; `embedded` is the embedded engine, `
 the same with distillation, `experts` the same with a mixture of experts, in DIRECTORY/mixture, `passes` the same with
 and without a scoring pass, `packed` the same with packed rows and padded ones, `trained` the same in a
 `train_precision`, `broken` the same with steps that are not finite, `late` the same with a rank that is late to save,
-`masked` the same with a masked diffusion model, `ppo` is in `ppo_ranks`, `sharded` in `fsdp_ranks`, `qat` in
-`qat_ranks`, `turns` in `turn_ranks`, the others in `vllm_ranks`.
+`masked` the same with a masked diffusion model, `async` is in `async_ranks`, `ppo` in `ppo_ranks`, `sharded` in
+`fsdp_ranks`, `qat` in `qat_ranks`, `turns` in `turn_ranks`, the others in `vllm_ranks`.
 The policy is in DIRECTORY/model. Each rank writes what it found to DIRECTORY/CASE/rank-N.json.
 """
 
@@ -309,6 +309,10 @@ def run(path: Path, case: str) -> None:
         from ppo_ranks import train
 
         found = train(precision, tuning, path / case)
+    elif mode == "async":
+        from async_ranks import train
+
+        found = train(precision, path / case)
     elif mode == "passes":
         found = train_in_passes(precision, tuning, path / case)
     elif mode == "packed":

@@ -107,8 +107,8 @@ def config(config_class, output_dir, **overrides):
         "seed": 7,
         "shuffle_dataset": True,
     } | overrides
-    if "num_generations" not in fields_of(config_class):
-        del settings["num_generations"]
+    for name in {"num_generations", "shuffle_dataset"} - fields_of(config_class):
+        settings.pop(name, None)
     return config_class(**settings)
 
 

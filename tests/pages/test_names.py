@@ -48,6 +48,8 @@ FOREIGN = {
     "trl/trainer/grpo_trainer.py": """_compute_loss _generate _generate_and_score_completions _generate_single_turn
         _get_per_token_logps_and_entropies _get_train_sampler _last_loaded_step _calculate_rewards _logs _metrics
         _pending_extra_logs _pending_metrics _step _tag_names _tool_call_loop _tokenize_prompts""",
+    "trl/experimental/async_grpo/async_grpo_trainer.py": """_groups_before_resume _rollout_dataset _sync_weight
+        _trained_groups""",
     "trl/trainer/distillation_trainer.py": "_get_last_hidden_state",
     "trl/kernels/chunked_logprob.py": "_addmm_fp32 _use_triton",
     "trl/generation/vllm_generation.py": "_init_vllm",

@@ -23,6 +23,7 @@ import trl_quant
 from trl_quant import (
     AISGRPOConfig,
     DiffusionGRPOConfig,
+    QuantAsyncGRPOConfig,
     QuantDistillationConfig,
     QuantGRPOConfig,
     QuantGRPOTrainer,
@@ -54,7 +55,8 @@ SMALL = {
 # Names on these pages that are neither fields, precisions nor metrics, by whose they are
 FOREIGN = {
     "trl": {"sequence_mask", "save_model", "peft_config", "rollout_func", "environment_factory", "env_mask"}
-    | {"cispo_clip_ratio", "aux_loss", "dataset_name", "dataset_test_split", "train_dataset"},
+    | {"cispo_clip_ratio", "aux_loss", "dataset_name", "dataset_test_split", "train_dataset"}
+    | {"rollout_worker", "weight_transfer"},
     "peft": {"lora_dropout", "modules_to_save", "target_modules", "target_parameters", "lora_bias", "use_dora"}
     | {"init_lora_weights", "merge_and_unload"},
     "transformers": {"do_sample", "is_causal", "max_position_embeddings", "attention_factor", "generation_config"}
@@ -184,13 +186,12 @@ def test_the_diff_is_of_two_lines():
 # Names
 
 
+CONFIGS = (DiffusionGRPOConfig, QuantAsyncGRPOConfig, QuantDistillationConfig, QuantPPOConfig, QuantRLOOConfig)
+
+
 def config_fields() -> set[str]:
     """The fields of all trainers: those of diffusion are GRPO's and its own."""
-    return {
-        field.name
-        for config in (DiffusionGRPOConfig, QuantDistillationConfig, QuantPPOConfig, QuantRLOOConfig)
-        for field in fields(config)
-    }
+    return {field.name for config in CONFIGS for field in fields(config)}
 
 
 def known_names() -> set[str]:

@@ -88,7 +88,7 @@ def test_a_sharded_policy_has_a_copy_of_its_own(tmp_path, monkeypatch):
     assert EngineSpec.from_config(args).kind == "shared"
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     assert EngineSpec.from_config(args).kind == "embedded"
-    assert engine_kind("colocate", "int8", "int8", is_sharded=True) == "colocate"
+    assert engine_kind("colocate", "int8", "int8", is_apart=True) == "colocate"
 
 
 def test_only_a_frozen_base_in_the_engines_precision_is_left_where_it_is():

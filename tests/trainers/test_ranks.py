@@ -6,6 +6,7 @@ The cases of one launch share its processes, in this order (see `ranks`). vLLM k
 from functools import cache
 from importlib.util import find_spec
 
+import async_ranks
 import ppo_ranks
 import pytest
 import torch
@@ -18,6 +19,7 @@ pytestmark = [pytest.mark.isa, pytest.mark.slow]
 PARTITIONED = ["embedded-int8-full", "embedded-int8-lora", "experts-int8-lora"]  # the last: experts and routers too
 EMBEDDED = [*PARTITIONED, "rloo-int8-full", "distilled-int8-full"]
 PPO = ["ppo-int8-full", "ppo-int8-lora", "ppo-int8-shared"]
+ASYNC = ["async-tis-full"]
 PASSES = ["passes-int4-full", "passes-int4-lora"]
 TRAINED = ["trained-nvfp4-lora", "trained-fp8_block-full"]
 PACKED = ["packed-int4-full", "packed-int4-lora"]
@@ -25,13 +27,13 @@ LATE = ["late-int8-lora"]
 MASKED = ["masked-int4-full", "masked-int8-lora"]
 SHARDED = ["sharded-fp8_block-full", "sharded-int8-lora", "sharded-int8-rounded"]
 SHARDED_EXPERTS = "sharded-fp8-experts"
-WITHOUT_VLLM = EMBEDDED + PPO + PASSES + TRAINED + PACKED + LATE + MASKED + SHARDED + [SHARDED_EXPERTS]
+WITHOUT_VLLM = EMBEDDED + PPO + ASYNC + PASSES + TRAINED + PACKED + LATE + MASKED + SHARDED + [SHARDED_EXPERTS]
 LONG = "fsdp2-others"
 # launch -> (accelerate's configuration, cases)
 LAUNCHES = {
     "ddp": (
         "ddp",
-        [*EMBEDDED, *PPO, *PASSES, *TRAINED, *PACKED[1:], *LATE, *MASKED, "tp-int8-lora", "spread-bf16-full"],
+        [*EMBEDDED, *PPO, *ASYNC, *PASSES, *TRAINED, *PACKED[1:], *LATE, *MASKED, "tp-int8-lora", "spread-bf16-full"],
     ),
     "dp": ("ddp", ["dp-int8-full", "beside-int8-lora"]),  # vLLM keeps a process to one tensor parallel size
     "fsdp2": (
@@ -39,6 +41,7 @@ LAUNCHES = {
         [
             *EMBEDDED,
             *PPO[::2],
+            *ASYNC,
             *PACKED,
             *MASKED,
             *SHARDED,
@@ -128,6 +131,23 @@ def test_policy_and_critic_on_two_ranks_train_as_on_one(found, on_one_rank, laun
         assert way > 0 and gap < 2e-2 * way, part
     for ours, theirs in zip(left["log"], ppo_ranks.log(one), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-2, abs=1e-3)
+
+
+@pytest.mark.parametrize("launch", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("case", ASYNC)
+def test_asynchronous_samples_train_as_on_one_rank(found, tmp_path, launch, case):
+    """The first rank takes samples off the queue and makes the rows of both, which have ages and weights."""
+    left, right = found(launch, case)
+    assert left["weights"] == right["weights"]
+    save_tiny(tmp_path / "model", "qwen2", dtype=torch.bfloat16)
+    one = async_ranks.trained(case.split("-")[1], tmp_path / case)
+    expected = ppo_ranks.sums_of(ppo_ranks.whole(one.model))
+    way = sum((end - left["start"][name]) ** 2 for name, end in expected.items()) ** 0.5
+    gap = sum((end - left["weights"][name]) ** 2 for name, end in expected.items()) ** 0.5
+    assert way > 0 and gap < 1e-3 * way
+    assert [entry["rollouts/age"] for entry in left["log"]] == [0, 1, 2]
+    for ours, theirs in zip(left["log"], async_ranks.log(one), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3)
 
 
 @pytest.mark.parametrize("case", MASKED)

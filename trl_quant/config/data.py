@@ -135,6 +135,8 @@ def check_rewards(args, reward_funcs, train_dataset, eval_dataset=None, more_col
                 f"`reward_funcs`={reward!r} is the command line's name of a reward, which TRL would load as a model. "
                 f"Pass the function `trl_quant.tasks.{REWARDS[reward].__name__}`."
             )
+        if args.is_asynchronous and isinstance(reward, str | Module):
+            raise ValueError("`reward_funcs` has a reward model, and asynchronous samplers call functions alone.")
         if isinstance(reward, str):
             check_named("reward_funcs", reward)
         if isinstance(reward, str | Module):
@@ -147,7 +149,7 @@ def check_rewards(args, reward_funcs, train_dataset, eval_dataset=None, more_col
                 check_reward(reward, dataset.column_names, name)
         if columns is not None:
             check_reward(reward, columns)
-            if args.remove_unused_columns:
+            if args.remove_unused_columns and not args.is_asynchronous:  # whose samplers read whole rows
                 _check_reward_of_kept(reward, columns)
             if isinstance(train_dataset, Dataset) and train_dataset.format["type"] != "custom":
                 check_truths(reward, train_dataset.with_format(None))

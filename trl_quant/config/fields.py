@@ -298,6 +298,7 @@ class QuantFields(CurrentNames, *SECTIONS.values()):
     has_dynamic_sampling: ClassVar[bool] = False  # whether the trainer replaces groups that teach nothing
     has_critic: ClassVar[bool] = False  # whether a critic gives each token an advantage
     has_rewards: ClassVar[bool] = True  # whether reward functions score the completions
+    is_asynchronous: ClassVar[bool] = False  # whether it samples while it trains
     denoises: ClassVar[bool] = False  # whether completions are denoised (masked diffusion), not written left to right
     is_taken: ClassVar[bool] = False  # whether a run of this package got the config
     is_adapted: ClassVar[bool] = True  # whether the policy has an adapter; see `resolve_for`

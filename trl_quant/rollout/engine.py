@@ -99,11 +99,11 @@ class Engine(Protocol):
         """
         Samples one completion for each request, in their order. It holds nothing between two calls.
 
-        If `enough` is given, it is asked after each step, or only after a step with which a completion has ended. Once
-        it says so, the other completions are returned with the tokens that they have, which may be none. A later call
-        goes on with them: see [`Request`]. Ranks that form one engine are asked about the requests of all of them, in
-        the order of the ranks, and must answer alike. The engine behind a server asks only the main process, about the
-        requests of all ranks.
+        If `enough` is given, it is asked after each step, or only after a step with which a completion has ended; an
+        engine behind a server also asks while none has. Once it says so, the other completions are returned with the
+        tokens that they have, which may be none. A later call goes on with them: see [`Request`]. Ranks that form one
+        engine are asked about the requests of all of them, in the order of the ranks, and must answer alike. The engine
+        behind a server asks only the main process, about the requests of all ranks.
         """
 
 

@@ -131,6 +131,7 @@ class QuantPrecision(CurrentNames):
         data (`dict`): Where the prompts come from, as [`~trainers.launch.TrainArguments.data_settings`] returns it.
         spec ([`~run_spec.RunSpec`]): What the run computes with, samples from and corrects by; fixed when it was built.
         drawn_rows ([`~trainers.streams.DrawnRows`] or `None`): Checks the rows of each generation.
+        user_calls ([`~runs.user_calls.UserCalls`] or `None`): Guards the calls of the user's functions.
     """
 
     runs: list[str] = []
@@ -140,7 +141,7 @@ class QuantPrecision(CurrentNames):
     _flow: set[tuple] | None = None
     _packed_rows: Callable[..., PackedRows] | None = None
     drawn_rows: DrawnRows | None = None
-    _user_calls: UserCalls | None = None
+    user_calls: UserCalls | None = None
     _reward_calls: RewardCalls | None = None
     _finite_steps: FiniteSteps | None = None
 
@@ -165,8 +166,8 @@ class QuantPrecision(CurrentNames):
         if self.spec.training.freezes_base:
             given |= on_frozen_base(model=model, args=args, **given)
             fields["model_init_kwargs"] = given.pop("model_init_kwargs")
-        self._user_calls = UserCalls(self, args)
-        given |= self._user_calls.guarded(given)
+        self.user_calls = UserCalls(self, args)
+        given |= self.guarded_functions(given)
         fields |= self.fields_while_built(args)
         with blaming(*self._record.identities.directories), self.loading(args, **fields):
             super().__init__(model=model, args=args, **given)
@@ -178,7 +179,7 @@ class QuantPrecision(CurrentNames):
             gathered_in = PolicyWeights(self.model, self.accelerator).gathered_dtype
         record_gathered_dtype(self.model.config, gathered_in)
         self.drawn_rows = DrawnRows(self, given)
-        self._reward_calls = RewardCalls(self, self._user_calls)
+        self._reward_calls = RewardCalls(self, self.user_calls)
         self._finite_steps = FiniteSteps(self)
         if args.uaq_scale is not None and uaq_applied(self.model) is None:
             apply_uaq(self.model, args.uaq_scale)
@@ -200,6 +201,10 @@ class QuantPrecision(CurrentNames):
     def fields_while_built(self, args) -> dict:
         """Returns the fields of `args` for which TRL's constructor must see other values."""
         return {}
+
+    def guarded_functions(self, given: dict) -> dict:
+        """Returns the functions of a user among TRL's arguments that this process calls, with guarded calls."""
+        return self.user_calls.guarded(given)
 
     @property
     def packs(self) -> bool:
@@ -258,7 +263,7 @@ class QuantPrecision(CurrentNames):
     def _generate_and_score_completions(self, inputs):
         if self.drawn_rows is not None:
             self.drawn_rows.check(inputs)
-        with nullcontext() if self._user_calls is None else self._user_calls.watched():
+        with nullcontext() if self.user_calls is None else self.user_calls.watched():
             return super()._generate_and_score_completions(inputs)
 
     # Score: the policy and its reference or teacher compute packed rows

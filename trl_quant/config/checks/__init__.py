@@ -6,7 +6,7 @@ Checks of one value stand in [`~config.values`], checks of data and functions in
 """
 
 from ..given import Given
-from . import adapter, correction, critic, diffusion, exact, machine, sampler, teacher, training, vllm
+from . import adapter, asynchronous, correction, critic, diffusion, exact, machine, sampler, teacher, training, vllm
 from .rule import Rule, check_rules
 
 
@@ -14,6 +14,7 @@ from .rule import Rule, check_rules
 RULES: dict[str, tuple[Rule, ...]] = {
     "diffusion": diffusion.RULES,
     "machine": machine.RULES,
+    "asynchronous": asynchronous.RULES,
     "sampler": sampler.RULES,
     "critic": critic.RULES,
     "teacher": teacher.RULES,

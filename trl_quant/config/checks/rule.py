@@ -88,7 +88,8 @@ def assigned(args, names: Iterable[str]) -> str:
     none. A default that follows from other fields does not count as assigned.
     """
     default = {f.name: f.default for f in fields(args)} | INDEPENDENT
-    found = [name for name in names if name not in args.derived and getattr(args, name) not in (default[name], {})]
+    given = [name for name in names if name in default and name not in args.derived]  # others are a class's constants
+    found = [name for name in given if getattr(args, name) not in (default[name], {})]
     return " and ".join(f"`{name}`={getattr(args, name)!r}" for name in found)
 
 

@@ -162,7 +162,7 @@ RULES = (
     acts_only(
         ("max_staleness",),
         "`rollouts_in_flight` above 1",
-        where=lambda run: _is_partial(run),
+        where=lambda run: _is_partial(run) or run.args.is_asynchronous,
     ),
     Rule(
         ("noise_sigma_start", "noise_sigma_end"),

@@ -1,7 +1,8 @@
 """Samples each completion of a server by a request of its own, so that one may end before the others.
 
 A server answers when the last completion of a request has ended. With one request for each completion, `enough` can be
-asked after each answer. Once it says so, the server is asked to end the others, and answers with their tokens so far:
+asked after each answer, and it is asked every tenth of a second. Once it says so, the server is asked to end the
+others, and answers with their tokens so far:
 
     main     ----- enough? ----- enough? yes: end them ----- end them ----- token of the last sync?
     thread   -------^                          |                |
@@ -15,7 +16,7 @@ is paused: requests of other clients go on, and a request that nobody ends sampl
 """
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from threading import Event
 from uuid import uuid4
@@ -91,13 +92,18 @@ class Separate:
         return token_ids, [logp for (logp,) in logps], not client.was_ended
 
     def await_answers(self, enough: Enough | None) -> None:
-        """Waits until all requests are answered, or until `enough` says so. Raises the first error of a request."""
+        """
+        Waits until all requests are answered, or until `enough` says so, which is also asked while none is answered.
+        Raises the first error of a request.
+        """
         ended = [False] * len(self.requests)
-        numbers = {request: number for number, request in enumerate(self.requests)}
-        for request in as_completed(numbers):
-            request.result()
-            ended[numbers[request]] = True
-            if enough is not None and not all(ended) and enough(list(ended)):
+        numbers, left = {request: number for number, request in enumerate(self.requests)}, set(self.requests)
+        while left:
+            answered, left = wait(left, ROUND, FIRST_COMPLETED)
+            for request in answered:
+                request.result()
+                ended[numbers[request]] = True
+            if enough is not None and left and enough(list(ended)):
                 return
 
     def end(self) -> None:

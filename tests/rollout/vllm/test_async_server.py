@@ -1,0 +1,131 @@
+"""
+A quantized vLLM server beside an asynchronous training: what it samples from after syncs under load, and its faults.
+
+Weights travel in files, as in test_vllm_server.py.
+"""
+
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+import file_transfer
+from asynchronous import asynchronous
+from servers import FILES, PROCESSED, WIDE, files_in_place_of_nccl, serve, wait_for
+from tiny import save_tiny
+from transformers import TrainerCallback
+from urllib3.util.retry import Retry
+from vllm_engines import fresh, one_by_one, served
+
+from trl_quant.rollout.vllm import loading  # noqa: F401, registers a loader
+from trl_quant.storage.layout import quantize_checkpoint
+
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+assert files_in_place_of_nccl  # a fixture of every test here
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """For all tests, in their order: the last one kills it."""
+    model = save_tiny(tmp_path_factory.mktemp("beside") / "model", dtype=torch.bfloat16)
+    prepared = str(quantize_checkpoint(model, f"{model}-int8", "int8"))
+    process, url = serve(prepared, *PROCESSED, *FILES, *WIDE, file=f"{model}.pt")
+    try:
+        wait_for(process, url)
+        yield SimpleNamespace(model=model, url=url, send=lambda number: os.killpg(process.pid, number))
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)
+
+
+@pytest.fixture(autouse=True)
+def the_servers_file(monkeypatch, server):
+    monkeypatch.setattr(file_transfer, "FILE", Path(f"{server.model}.pt"))
+
+
+def beside(server, path, **settings):
+    given = {"use_vllm": True, "vllm_server_base_url": server.url, "token_budget": 0, "dtype": "bfloat16"}
+    return asynchronous(path, model=server.model, **given | settings)
+
+
+def test_a_server_in_another_precision_is_refused_with_the_command(tmp_path, server):
+    with pytest.raises(ValueError, match="the precision 'int8', and `rollout_precision`='bf16'") as refused:
+        beside(server, tmp_path, rollout_precision="bf16")
+    assert "VLLM_SERVER_DEV_MODE=1 " in str(refused.value)
+
+
+def test_live_equals_fresh_after_syncs_under_load(tmp_path, server):
+    """Ten updates, whose syncs end what is being sampled: tokens of several versions in one completion."""
+    settings = {"max_completion_length": 60, "max_steps": 10, "learning_rate": 1e-3, "max_staleness": 4}
+    trainer = beside(server, tmp_path, sync_check_steps=0, **settings)
+    mixed = mixed_versions(trainer)
+    trainer.train()
+    history = [entry for entry in trainer.state.log_history if "rollouts/age" in entry]
+    assert len(history) == 10 and max(entry["rollouts/age_max"] for entry in history) <= 4
+    assert trainer.model_version == 11 and mixed
+    client = trainer.sampling_thread.engine.vllm_client
+    assert served(client) == one_by_one(fresh(trainer.model, "int8", tmp_path / "fresh", **wide()))
+
+
+def mixed_versions(trainer) -> list:
+    """The completions whose tokens several versions have sampled, as they are put on the queue."""
+    found, buffer = [], trainer.sampling_thread.rollout_buffer
+    put = buffer.put
+
+    def noting(sample, **given):
+        if len(set(sample.versions[sample.completion_mask > 0])) > 1:
+            found.append(sample)
+        put(sample, **given)
+
+    buffer.put = noting
+    return found
+
+
+def wide() -> dict:
+    return {"load_format": "trl_quant", "model_loader_extra_config": {"wide_norms": True}}
+
+
+class After(TrainerCallback):
+    def __init__(self, step, call):
+        self.step, self.call = step, call
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.call()
+
+
+def test_a_server_that_hangs_is_named(tmp_path, server):
+    trainer = beside(server, tmp_path, sync_check_steps=0, max_steps=100)
+
+    def stop():
+        trainer.sampling_thread.engine.vllm_client.seconds = (
+            3.0  # `vllm_request_timeout`; the first requests took longer
+        )
+        server.send(signal.SIGSTOP)
+
+    trainer.add_callback(After(2, stop))
+    try:
+        with pytest.raises((RuntimeError, ConnectionError), match="did not answer"):
+            trainer.train()
+    finally:
+        server.send(signal.SIGCONT)
+    assert 2 <= trainer.state.global_step < 100
+
+
+def test_a_server_that_dies_is_named(tmp_path, server, monkeypatch):
+    monkeypatch.setattr(Retry, "get_backoff_time", lambda self: 0.0)  # TRL asks again, for two minutes in all
+    trainer = beside(server, tmp_path, sync_check_steps=0, max_completion_length=60, max_steps=100)
+    trainer.add_callback(After(2, lambda: server.send(signal.SIGKILL)))
+    began = time.monotonic()
+    with pytest.raises((RuntimeError, ConnectionError), match=f"The vLLM server at {server.url} "):
+        trainer.train()
+    assert trainer.state.global_step < 100 and time.monotonic() - began < 300

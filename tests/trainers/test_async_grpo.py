@@ -1,0 +1,165 @@
+"""The asynchronous trainer: TRL's without a precision, corrections against slow references at any age, and ages."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import reference
+import torch
+from asynchronous import asynchronous, given_samples, logps_of, policy_gradient
+from tiny import tiny_model
+from training import assert_same_run, generation, gradient_of, parameters, trainer_for
+from trl.experimental.async_grpo import AsyncGRPOTrainer
+
+from trl_quant.corrections import CORRECTIONS
+
+
+OF_THE_CLOCK = ("perf/", "sample/time", "sample/rollout_queue")
+FREE = [name for name in CORRECTIONS if name not in ("coupled", "ais")]
+
+
+def without_times(trainer):
+    """The trainer's log without what a clock or the state of a queue decides."""
+    logged = trainer.state.log_history
+    history = [{k: v for k, v in entry.items() if not k.startswith(OF_THE_CLOCK)} for entry in logged]
+    return SimpleNamespace(model=trainer.model, state=SimpleNamespace(log_history=history))
+
+
+@pytest.mark.parametrize("budget", [0, 60])
+def test_without_a_precision_it_is_trls(tmp_path, budget):
+    """Bit for bit, with the same attention and the same samples; a warm-up of the version makes their ages 0 to 4."""
+    runs = []
+    for kind in (AsyncGRPOTrainer, None):
+        given = {"kind": kind} if kind else {}
+        trainer = asynchronous(tmp_path, given_samples(24), token_budget=budget, max_steps=4, **given)
+        trainer.train()
+        runs.append(trainer)
+    theirs, ours = runs
+    assert_same_run(without_times(theirs), without_times(ours))
+    assert ours.rollout_worker.sent == theirs.rollout_worker.sent and len(ours.rollout_worker.sent) == 5
+    begun = tiny_model(seed=3).state_dict()
+    assert not all(torch.equal(begun[name], value) for name, value in parameters(ours).items())
+
+
+# The loss
+
+
+def padded(rows) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+def slow_gradient(trainer, samples, name, **hyperparameters) -> torch.Tensor:
+    """The gradient of the paper's objective, token by token, with the policy itself as the proximal one."""
+    logps = padded(logps_of(trainer, samples))
+    mask = padded([torch.ones(int(sample.completion_mask.sum())) for sample in samples])
+    sampled = [torch.tensor(s.old_log_probs[s.completion_mask > 0]) for s in samples]
+    advantages = torch.tensor([sample.advantage for sample in samples])
+    old = logps.detach()
+    given = (old, padded(sampled), advantages, mask)
+    if name in reference.DROPS or name == "cis":
+        value = sum_of_weighted(name, logps, *given, **hyperparameters)
+    else:
+        value = reference.OBJECTIVES[name](logps, *given, 0.2, 0.2, **hyperparameters)
+    return -gradient_of(value, trainer.model)
+
+
+def sum_of_weighted(name, logps, old, sampled, advantages, mask, **hyperparameters):
+    objective = getattr(reference, name)
+    return objective(logps, old, sampled, advantages, mask, 0.2, 0.2, **hyperparameters)
+
+
+def near(trainer, samples) -> None:
+    """Brings what sampled to the policy, nearer in some samples than in others."""
+    generator = torch.Generator().manual_seed(2)
+    for i, (sample, logps) in enumerate(zip(samples, logps_of(trainer, samples), strict=True)):
+        noise = torch.randn(logps.shape, generator=generator) * (0.02, 0.1, 0.4, 1.0)[i % 4]
+        sample.old_log_probs[sample.completion_mask > 0] = (logps + noise).detach().numpy()
+
+
+@pytest.mark.parametrize("age", [0, 1, 3])
+@pytest.mark.parametrize("name", FREE)
+def test_gradients_are_those_of_a_slow_loop(tmp_path, name, age):
+    samples, fields = given_samples(2, version=2), reference.ACTING.get(name, {})
+    trainer = asynchronous(tmp_path, samples, is_correction=name, **fields)
+    near(trainer, samples)
+    trainer.model_version = 2 + age
+    found = policy_gradient(trainer)
+    expected = slow_gradient(trainer, samples, name, **reference.hyperparameters(name, fields))
+    assert (found - expected).norm() < 1e-4 * expected.norm()
+    if name != "none":
+        unweighted = slow_gradient(trainer, samples, "none")
+        assert (found - unweighted).norm() > 1e-2 * unweighted.norm()
+    tokens = sum(int(sample.completion_mask.sum()) for sample in samples)
+    assert trainer._metrics["train"]["rollouts/age"] == [(age * tokens, tokens)]
+
+
+def test_coupled_is_trls_loss(tmp_path):
+    """Its ratio to the sampler, clipped. The mismatch is measured beside it."""
+    ours = asynchronous(tmp_path, given_samples(2), is_correction="coupled")
+    theirs = asynchronous(tmp_path, given_samples(4))  # TRL's loader fetches a micro-batch ahead
+    assert torch.equal(policy_gradient(ours), policy_gradient(theirs))
+    metrics = ours._metrics["train"]
+    assert metrics["mismatch/kl_k3"][0] > 0.05 and metrics["clip_ratio/region_mean"][0] > 0.1
+    assert "mismatch/kl_k3" not in theirs._metrics["train"]
+
+
+def test_ratios_of_one_are_not_logged(tmp_path):
+    trainer = asynchronous(tmp_path, given_samples(2), is_correction="tis")
+    policy_gradient(trainer)
+    logged = trainer._metrics["train"]
+    assert not [name for name in logged if name in ("ratio", "kl") or name.startswith("clip_ratio")]
+    assert logged["sampling/importance_sampling_ratio/max"] == [2.0] and logged["entropy"][0] > 1
+
+
+def test_ais_takes_the_micro_batch(tmp_path):
+    """With advantages as they are, and one alpha for all its tokens."""
+    trainer = asynchronous(tmp_path, use_vllm=False, is_correction="ais")
+    samples = given_samples(2)
+    for sample in samples:
+        trainer.rollout_queue.put(sample)
+    trainer.model_version = 1
+    found, expected = policy_gradient(trainer), slow_gradient(trainer, samples, "ais")
+    assert (found - expected).norm() < 1e-4 * expected.norm()
+    tis = slow_gradient(trainer, samples, "tis", cap=5.0)
+    assert (found - tis).norm() > 1e-2 * tis.norm()
+    assert 0 < trainer._metrics["train"]["ais/alpha"][0] < 1
+
+
+@pytest.mark.parametrize("name", ["none", "tis", "trm"])
+def test_at_age_0_it_is_the_synchronous_trainers(tmp_path, name):
+    """The same samples, advantages and correction, in one micro-batch with `loss_type='bnpo'`."""
+    model = tiny_model(seed=3)
+    given = {"rollout_precision": "bf16", "is_correction": name, "loss_type": "bnpo", "scale_rewards": "none"}
+    synchronous = trainer_for(tmp_path, model=model, **given)
+    batch = generation(synchronous)
+    generator = torch.Generator().manual_seed(1)
+    batch["sampling_per_token_logps"] += 0.15 * torch.randn(batch["completion_mask"].shape, generator=generator)
+    expected = gradient_of(synchronous._compute_loss(synchronous.model, batch), synchronous.model)
+
+    trainer = asynchronous(tmp_path, as_samples(batch), is_correction=name)
+    trainer.model_version = 1
+    found = policy_gradient(trainer)
+    assert (found - expected).norm() < 1e-4 * expected.norm()
+
+
+def as_samples(batch) -> list:
+    """The rows of a synchronous trainer's generation, for the queue."""
+    samples = given_samples(2)
+    for i, sample in enumerate(samples):
+        prompt = batch["prompt_ids"][i][batch["prompt_mask"][i] > 0].numpy()
+        counted = batch["completion_mask"][i] > 0
+        ids, logps = batch["completion_ids"][i][counted].numpy(), batch["sampling_per_token_logps"][i][counted].numpy()
+        mask = [0] * len(prompt) + [1] * len(ids)
+        sample.input_ids = torch.tensor([*prompt, *ids]).numpy()
+        sample.completion_mask, sample.versions = torch.tensor(mask).numpy(), torch.tensor(mask).numpy()
+        sample.old_log_probs = torch.tensor([0.0] * len(prompt) + [*logps]).numpy()
+        sample.advantage = batch["advantages"][i].item()
+    return samples
+
+
+def test_a_sampler_that_is_the_policy_weighs_nothing(tmp_path):
+    samples = given_samples(2)
+    trainer = asynchronous(tmp_path, samples, is_correction="decoupled")
+    for sample, logps in zip(samples, logps_of(trainer, samples), strict=True):
+        sample.old_log_probs[sample.completion_mask > 0] = logps.detach().numpy()
+    assert math.isclose(policy_gradient(trainer).norm(), slow_gradient(trainer, samples, "none").norm(), rel_tol=1e-5)

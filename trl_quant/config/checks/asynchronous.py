@@ -1,0 +1,130 @@
+"""Rules of the trainer that samples while it trains: what samples beside it, and which policies it can pack."""
+
+from ...policy.trees import why_no_tree
+from ..given import Given
+from .rule import Rule, acts_only
+
+
+OF_THE_SERVER = ("vllm_server_base_url", "vllm_server_timeout")
+# Fields of TRL's that reach its worker and its weight transfer
+OF_TRLS_WORKER = (
+    *("request_timeout", "weight_sync_timeout", "max_tool_calling_iterations", "fork_threshold_tokens"),
+    *("log_completions", "num_completions_to_print"),
+)
+
+
+def _samples(run: Given) -> bool:
+    """Whether an engine of ours samples beside the training."""
+    return run.args.is_asynchronous and run.spec.sampler is not None
+
+
+def _is_spread(run: Given) -> bool:
+    """Whether several processes train, or one that a library shards for several."""
+    args = run.args
+    return args.world_size > 1 or args.fsdp_version is not None or args.deepspeed_plugin is not None
+
+
+def _injected(run: Given) -> str:
+    """Names the arguments of a run that replace what samples in it."""
+    given = [name for name in ("rollout_worker", "weight_transfer") if run.others.get(name) is not None]
+    return " and ".join(f"`{name}`" for name in given)
+
+
+def _speakers(run: Given) -> str:
+    given = [name for name in ("tools", "environment_factory") if run.others.get(name)]
+    return " and ".join(f"`{name}`" for name in given)
+
+
+RULES = (
+    Rule(
+        ("train_precision",),
+        when=lambda run: run.args.is_asynchronous and run.spec.training.freezes_base,
+        message="`train_precision`={args.train_precision!r} freezes a base in codes, from which a copy beside the "
+        "training would be quantized again. Leave it unset, or train all weights.",
+        needs="arguments",
+    ),
+    Rule(
+        ("pack_sequences",),
+        when=lambda run: run.args.is_asynchronous and run.args.pack_sequences,
+        message="`pack_sequences`=True: TRL's asynchronous trainer packs its samples by itself, in a trie of what they "
+        "share. Leave it unset.",
+    ),
+    Rule(
+        ("router_replay",),
+        when=lambda run: run.args.is_asynchronous and run.args.router_replay,
+        message="`router_replay`=True: samples of the asynchronous trainer do not carry their routing yet. Leave it "
+        "unset.",
+    ),
+    Rule(
+        ("rollouts_in_flight",),
+        when=lambda run: run.args.is_asynchronous and run.args.rollouts_in_flight > 1,
+        message="`rollouts_in_flight`={args.rollouts_in_flight!r}: a trainer that samples while it trains has no "
+        "generations to carry completions between. `max_inflight_tasks` limits the completions in flight.",
+    ),
+    Rule(
+        ("is_correction", "use_vllm"),
+        when=lambda run: run.args.is_asynchronous and run.spec.sampler is None and not run.args.standardizes,
+        message="`is_correction`={args.is_correction!r} needs advantages that are not standardized, and TRL's worker "
+        "has no switch for it. Set a `rollout_precision`, or use another correction.",
+    ),
+    acts_only(
+        OF_THE_SERVER,
+        "`use_vllm=True`",
+        where=lambda run: not run.args.is_asynchronous or run.args.use_vllm,
+    ),
+    acts_only(
+        OF_TRLS_WORKER,
+        "TRL's worker, and a `rollout_precision` samples without it",
+        where=lambda run: not _samples(run),
+    ),
+    acts_only(
+        ("reward_timeout",),
+        "rewards that the trainer's process calls, as with a `rollout_precision`; TRL's worker calls them in another",
+        where=lambda run: not run.args.is_asynchronous or _samples(run),
+    ),
+    acts_only(
+        ("vllm_request_timeout", "vllm_group_port"),
+        "a server that samples in a `rollout_precision`",
+        where=lambda run: not run.args.is_asynchronous or (_samples(run) and run.args.use_vllm),
+    ),
+    Rule(
+        ("rollout_precision",),
+        when=lambda run: _samples(run) and _is_spread(run),
+        message="`rollout_precision`={args.rollout_precision!r} on several processes, or under FSDP or DeepSpeed: a "
+        "thread of one process samples beside the training, and takes the weights from it alone. Use one process, or "
+        "leave `rollout_precision` unset.",
+    ),
+    Rule(
+        ("use_vllm", "rollout_precision"),
+        when=lambda run: (
+            run.args.is_asynchronous
+            and not run.args.use_vllm
+            and run.spec.sampler is None
+            and run.others.get("rollout_worker") is None
+        ),
+        message="`use_vllm=False` without a `rollout_precision`: nothing samples. Set `rollout_precision='bf16'` for a "
+        "copy without quantization, or pass a `rollout_worker`.",
+        needs="arguments",
+    ),
+    Rule(
+        ("rollout_precision",),
+        when=lambda run: _samples(run) and _injected(run),
+        message="`rollout_precision`={args.rollout_precision!r} with {found}, which samples instead of the engine. "
+        "Leave one of the two out.",
+        needs="arguments",
+    ),
+    Rule(
+        ("rollout_precision",),
+        when=lambda run: _samples(run) and _speakers(run),
+        message="`rollout_precision`={args.rollout_precision!r} with {found}: the thread beside the training samples "
+        "single turns. Leave it unset: TRL's worker takes several.",
+        needs="arguments",
+    ),
+    Rule(
+        ("use_vllm",),
+        when=lambda run: run.args.is_asynchronous and why_no_tree(run.config),
+        message="The policy {found}, and samples of the asynchronous trainer share a row, in a trie of their prefixes. "
+        "Train it with QuantGRPOTrainer.",
+        needs="model",
+    ),
+)

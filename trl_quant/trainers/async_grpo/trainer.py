@@ -1,0 +1,209 @@
+"""`QuantAsyncGRPOTrainer`: TRL's `AsyncGRPOTrainer`, which samples while it trains, with quantized rollouts."""
+
+import itertools
+import logging
+import time
+from contextlib import AbstractContextManager, ExitStack
+
+from accelerate.utils import is_peft_model
+from datasets import Dataset
+from trl.experimental.async_grpo import AsyncGRPOTrainer
+
+from ...config import QuantAsyncGRPOConfig
+from ...policy.adapters import leave_casts_to_autocast
+from ...policy.trees import TREES
+from ...rollout import RolloutEngine, RolloutNoise, build_engine
+from ...rollout.settings import SAMPLING
+from ...trl_seams import without_peak_flops
+from ..checks import check_method, tell_noise
+from ..introduction import PACKAGE_TAG
+from ..precision import QuantPrecision
+from .loss import AsyncCorrection
+from .micro_batches import MicroBatches
+from .sampling_thread import SamplingThread
+
+
+logger = logging.getLogger(__name__)
+
+
+class TRLsArguments(AsyncGRPOTrainer):
+    """TRL's trainer, called as its other trainers are, with the sampler of ours if there is one."""
+
+    def __init__(self, *, eval_dataset=None, quantization_config=None, **given):
+        super().__init__(**given | self.sampler_for(**given))
+
+
+class QuantAsyncGRPOTrainer(QuantPrecision, TRLsArguments):
+    """
+    TRL's [`~trl.experimental.async_grpo.AsyncGRPOTrainer`] with quantized rollouts and a correction for them. It takes
+    the arguments of `AsyncGRPOTrainer`. With [`QuantAsyncGRPOConfig`]'s defaults or a plain `AsyncGRPOConfig` it is
+    `AsyncGRPOTrainer`, with torch's attention in the place of the hub's kernel.
+
+    ```python
+    >>> trainer = QuantAsyncGRPOTrainer(
+    ...     model="Qwen/Qwen2.5-0.5B-Instruct",
+    ...     reward_funcs=strict_math_reward,
+    ...     args=QuantAsyncGRPOConfig(rollout_precision="fp8"),  # of a server; `use_vllm=False` for the embedded engine
+    ...     train_dataset=load_dataset("trl-lib/DeepMath-103K", split="train"),
+    ... )
+    >>> trainer.train()
+    ```
+
+    A trainer trains once: TRL starts its worker a single time.
+
+    Attributes:
+        sampling_thread ([`~trainers.async_grpo.sampling_thread.SamplingThread`] or `None`): What samples beside the
+            training; `None` where TRL's worker does, or one that was passed.
+        correction ([`~trainers.async_grpo.loss.AsyncCorrection`] or `None`): The correction of the loss.
+    """
+
+    config_class = QuantAsyncGRPOConfig
+    _tag_names = [*AsyncGRPOTrainer._tag_names, PACKAGE_TAG]
+    sampling_thread: SamplingThread | None = None
+    correction: AsyncCorrection | None = None
+    _engine: RolloutEngine | None = None
+
+    def __init__(
+        self,
+        model,
+        reward_funcs=None,
+        args=None,
+        train_dataset=None,
+        processing_class=None,
+        callbacks=None,
+        optimizers=(None, None),
+        peft_config=None,
+        tools=None,
+        environment_factory=None,
+        rollout_worker=None,
+        weight_transfer=None,
+    ):
+        if not isinstance(model, str):
+            raise ValueError(
+                f"`model` is a {type(model).__name__}. TRL's asynchronous trainer loads the policy by itself: pass a "
+                "name or a directory."
+            )
+        if args is None:
+            args = self.config_class(f"{model.split('/')[-1]}-AsyncGRPO")
+        elif not isinstance(args, QuantAsyncGRPOConfig):
+            args = self.config_class.from_trl(args)
+        check_method(self, args)
+        correction = args.correction()
+        if correction is not None:
+            self.correction = AsyncCorrection(self, correction)
+        super().__init__(
+            model=model,
+            reward_funcs=reward_funcs,
+            args=args,
+            train_dataset=train_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            peft_config=peft_config,
+            tools=tools,
+            environment_factory=environment_factory,
+            rollout_worker=rollout_worker,
+            weight_transfer=weight_transfer,
+        )
+
+    # Built: TRL gets the thread as its worker, and the thread its engine once the policy is loaded
+
+    def guarded_functions(self, given: dict) -> dict:
+        return {}  # TRL sends them to a process of its own, and pickles them
+
+    def sampler_for(self, args, train_dataset, reward_funcs, **others) -> dict:
+        """Returns the arguments with which TRL's trainer samples from our engine; none if it does not."""
+        if self.spec.sampler is None:
+            return {}
+        rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+        self.sampling_thread = SamplingThread(args, train_dataset, rewards, self.user_calls)
+        return {"rollout_worker": self.sampling_thread, "weight_transfer": self.sampling_thread}
+
+    def loading(self, args, **fields) -> AbstractContextManager:
+        context = ExitStack()
+        context.enter_context(without_peak_flops())
+        context.enter_context(super().loading(args, **fields))
+        return context
+
+    def meet_sampler(self) -> None:
+        policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
+        policy.set_attn_implementation(TREES)
+        if self.sampling_thread is None:
+            return
+        args = self.args
+        settings = {name: getattr(args, name) for name in SAMPLING if hasattr(args, name)}
+        if args.use_vllm:
+            settings |= {"mode": args.vllm_mode, "server_base_url": args.vllm_server_base_url.rstrip("/")}
+            settings |= {"server_timeout": args.vllm_server_timeout, "group_port": args.vllm_group_port}
+            settings["trust_remote_code"] = args.trust_remote_code
+        leave_casts_to_autocast(self.model)
+        tell_noise(self.model, args)
+        thread = self.sampling_thread
+        self._engine = build_engine(self.spec.sampler, self.model, self.accelerator, self.processing_class, **settings)
+        thread.engine, thread.tokenizer = self._engine, self._engine.tokenizer
+
+    # Sync: a version of the weights
+
+    def rollout_noise(self) -> RolloutNoise:
+        """Returns the noise of the next version of the weights."""
+        step = self.state.global_step
+        return RolloutNoise(self.args.noise_sigma(step, self.state.max_steps), self.args.seed, step)
+
+    def _sync_weight_merged(self, t0):
+        if self._engine is None:
+            return super()._sync_weight_merged(t0)
+        self.check_computation()
+        with self.sampling_thread.paused() as engine:
+            paused = time.time()
+            engine.noise = self.rollout_noise()
+            engine.sync()
+            self.model_version += 1
+            self.sampling_thread.update_model_version(self.model_version)
+        self.log_values(engine.take_metrics())
+        if self.args.noise_schedule is not None:
+            self.log_values(engine.noise_metrics())
+        return paused, paused, time.time()
+
+    # Train
+
+    def get_train_dataloader(self):
+        if self.args.is_left_to_trl:
+            return super().get_train_dataloader()
+        if self.args.token_budget is None and self.accelerator.is_main_process:
+            self.vllm_client.wait_for_server_ready()
+            self.args.token_budget = self.vllm_client.get_max_model_len()
+        self._rollout_dataset = MicroBatches(self)
+        return self._rollout_dataset
+
+    def _set_signature_columns_if_needed(self):
+        super()._set_signature_columns_if_needed()
+        self._signature_columns = [*dict.fromkeys([*self._signature_columns, "ages"])]
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        given = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
+        if self.correction is None:
+            return super().compute_loss(model, inputs, **given)
+        return self.correction.loss(super().compute_loss, model, inputs, **given)
+
+    # Checkpoints: the place in the data and the version; what the queue holds is not saved
+
+    def sampling_state(self) -> dict:
+        if self._engine is None:
+            return {}
+        untrained = next(group for group in itertools.count() if group not in self._trained_groups)
+        place = {"prompt_index": self.sampling_thread.first_row + untrained, "model_version": self.model_version}
+        return self._engine.state_dict() | place
+
+    def load_sampling_state(self, checkpoint: str, state: dict) -> None:
+        if self._engine is None:
+            return
+        self._engine.load_state_dict(state)
+        self.model_version = state["model_version"]
+        if isinstance(self.train_dataset, Dataset):
+            self.sampling_thread.first_row = self._groups_before_resume = state["prompt_index"]
+        logger.warning(
+            "Samples that waited for training when %s was saved are not in it. They are sampled again, from prompt %d "
+            "on, with the weights of the checkpoint.",
+            checkpoint,
+            self.sampling_thread.first_row,
+        )
