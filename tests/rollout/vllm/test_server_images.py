@@ -1,0 +1,51 @@
+"""A vLLM server with a model that reads images: it gets their weights, and samples with them."""
+
+import pytest
+import torch
+from readers import picture, save_reader
+from training import killing, metrics, trainer_for
+from transformers import AutoProcessor
+
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+from datasets import Dataset
+from servers import FILES, PROCESSED, files_in_place_of_nccl, serve, wait_for
+
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+assert files_in_place_of_nccl
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    path = save_reader(tmp_path_factory.mktemp("server") / "model", "qwen3_vl")
+    process, url = serve(path, *PROCESSED, *FILES, file=f"{path}.pt")
+    try:
+        wait_for(process, url)
+        yield path, url
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+@pytest.mark.parametrize("in_flight", [1.0, 2.0])
+def test_grpo_trains_with_images(served, tmp_path, monkeypatch, in_flight):
+    """The tower moves, and the next samples are of the moved one; each sync is checked with an image."""
+    path, url = served
+    monkeypatch.setenv("FILE_TRANSFER", f"{path}.pt")
+    prompts = [[{"role": "user", "content": "look" * (1 + i % 2)}] for i in range(8)]
+    images = [[picture(1), picture(2, 40, 40)][: 1 + i % 2] for i in range(8)]
+    settings = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "rollout_precision": "bf16"}
+    settings |= {"sync_check_steps": 1, "max_steps": 3, "learning_rate": 1e-4, "rollouts_in_flight": in_flight}
+    settings |= {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 16}
+    settings |= {"reward_funcs": killing(None), "processing_class": AutoProcessor.from_pretrained(path)}
+    trainer = trainer_for(
+        tmp_path, path, train_dataset=Dataset.from_dict({"prompt": prompts, "images": images}), **settings
+    )
+    start = {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
+    trainer.train()
+    logged = [entry for entry in metrics(trainer) if "mismatch/abs_logp_diff" in entry]
+    assert len(logged) == 3 and all(0 < entry["mismatch/abs_logp_diff"] < 0.05 for entry in logged)
+    assert all(entry["sync_check/image_logp_difference"] < entry["sync_check/image_bound"] for entry in logged)
+    moved = {name for name, param in trainer.model.named_parameters() if not torch.equal(param, start[name])}
+    assert {name for name in start if ".visual." in name and "weight" in name} <= moved
