@@ -62,8 +62,22 @@ FLOWN = (
     *((name, "bf16", factor) for name, factor in product(("none", "coupled", "ais"), FACTORS[1:])),
     *(("dppo", precision, 2) for precision in ("int4", "bf16")),
 )
+# The same with one update a generation or four, and nothing in flight
+STAGED = {updates: FLYING | {"num_iterations": updates} for updates in (1, 4)}
+STAGED_CORRECTIONS = ("none", "tis", "acr", "ais", "icepop", "cis", "coupled")
+# With one update acr is tis
+STAGE_1 = tuple(
+    (precision, name, updates)
+    for precision, name, updates in product(("fp8", "int4"), STAGED_CORRECTIONS, STAGED)
+    if (name, updates) != ("acr", 1)
+)
 MIXED = REUSE | {"draws": 8, "starts": 3, "num_experts": 8}
 REPLAYED = tuple(product(("bf16", "int8", "fp8", "int4"), (True, False)))
+
+
+def staged(precision: str, correction: str, updates: int) -> str:
+    """The name of a cell of `stage_1`."""
+    return f"{precision} {correction} u{updates}"
 
 
 def routed(precision: str, replays: bool) -> str:
@@ -94,6 +108,33 @@ QUESTIONS = {
             "full precision": tuple((routed(*cell), FULL) for cell in REPLAYED),
         },
         ratios={"KL": "mismatch/kl_k3", "rerouted": "routing/differs"},
+    ),
+    "stage_1": Question(
+        "Which corrections part from the default in FP8 and INT4, with one update a generation and with four?",
+        (
+            *(Cell(f"{FULL} u{updates}", **regime) for updates, regime in STAGED.items()),
+            *(
+                Cell(staged(precision, name, updates), precision, None, name, **STAGED[updates])
+                for precision, name, updates in STAGE_1
+            ),
+        ),
+        ("Held-out reward", "Mismatch KL"),
+        {"final accuracy": "final_accuracy"},
+        compared={
+            "primary: none, against tis": tuple(
+                (staged(precision, "none", updates), staged(precision, "tis", updates))
+                for precision, updates in product(("fp8", "int4"), STAGED)
+            ),
+            "other corrections, against tis": tuple(
+                (staged(precision, name, updates), staged(precision, "tis", updates))
+                for precision, name, updates in STAGE_1
+                if name not in ("none", "tis")
+            ),
+            "tis, against full precision": tuple(
+                (staged(precision, "tis", updates), f"{FULL} u{updates}")
+                for precision, updates in product(("fp8", "int4"), STAGED)
+            ),
+        },
     ),
     "in_flight": Question(
         "What does the factor of completions in flight cost in accuracy, per correction?",
