@@ -337,11 +337,6 @@ CASES = {
             }.items()
         ),
         Case("heads have 48 dimensions", fields=VLLM, model=tiny(head_dim=48)),
-        Case(
-            "heads of linear attention have 32 dimensions; on a CPU vLLM has kernels for 64, 128",
-            fields=VLLM,
-            model=tiny("qwen3_5_text", linear_key_head_dim=32, linear_value_head_dim=32),
-        ),
         Case("The policy was built in memory, and vLLM", fields=VLLM, model=tiny()),
         Case("where vLLM finds no config", fields=VLLM, model=lost),
         Case("which cannot be read", fields={**VLLM, "vllm_engine_kwargs": {"model": "/gone"}}, model=tiny()),

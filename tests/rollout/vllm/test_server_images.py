@@ -1,5 +1,7 @@
 """A vLLM server with a model that reads images: it gets their weights, and samples with them."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from readers import picture, save_reader
@@ -8,8 +10,11 @@ from transformers import AutoProcessor
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
+import file_transfer
 from datasets import Dataset
 from servers import FILES, PROCESSED, files_in_place_of_nccl, serve, wait_for
+
+from trl_quant.rollout.vllm.serving import images_flag
 
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -19,7 +24,7 @@ assert files_in_place_of_nccl
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     path = save_reader(tmp_path_factory.mktemp("server") / "model", "qwen3_vl")
-    process, url = serve(path, *PROCESSED, *FILES, file=f"{path}.pt")
+    process, url = serve(path, *PROCESSED, *FILES, *images_flag().split(), file=f"{path}.pt")
     try:
         wait_for(process, url)
         yield path, url
@@ -32,7 +37,7 @@ def served(tmp_path_factory):
 def test_grpo_trains_with_images(served, tmp_path, monkeypatch, in_flight):
     """The tower moves, and the next samples are of the moved one; each sync is checked with an image."""
     path, url = served
-    monkeypatch.setenv("FILE_TRANSFER", f"{path}.pt")
+    monkeypatch.setattr(file_transfer, "FILE", Path(f"{path}.pt"))
     prompts = [[{"role": "user", "content": "look" * (1 + i % 2)}] for i in range(8)]
     images = [[picture(1), picture(2, 40, 40)][: 1 + i % 2] for i in range(8)]
     settings = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "rollout_precision": "bf16"}

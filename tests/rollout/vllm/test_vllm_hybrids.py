@@ -24,6 +24,7 @@ from trl_quant.models.linears import linears
 from trl_quant.models.names import clean_name
 from trl_quant.rollout import RolloutNoise
 from trl_quant.rollout.vllm import adapter, kernel_checks
+from trl_quant.rollout.vllm.attention import check_head_size
 from trl_quant.rollout.vllm.server import serve_command
 from trl_quant.rollout.vllm.support import check_architecture, outside_decoder
 
@@ -204,3 +205,13 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, name, None)
     assert "vLLM cannot load its FalconH1ForCausalLM: " in refusal(check_architecture, found, "auto")
     assert refusal(check_architecture, found, "transformers") is None
+
+
+@pytest.mark.parametrize(("sizes", "wrong"), [((64, 64), None), ((128, 128), None), ((32, 32), 32), ((64, 96), 96)])
+def test_heads_that_vllms_cpu_kernel_lacks_are_refused(sizes, wrong):
+    """Before the start: the kernel says so at the first sample."""
+    model = tiny_model("qwen3_5_text", linear_key_head_dim=sizes[0], linear_value_head_dim=sizes[1])
+    said = refusal(check_head_size, model.config)
+    assert (said is None) == (wrong is None)
+    if wrong is not None:
+        assert f"heads of linear attention have {wrong} dimensions; on a CPU vLLM has kernels for 64, 128" in said

@@ -144,7 +144,7 @@ def test_the_reference_rounds_the_tower(sampler):
     row = pictured_row(sampler.processing_class, 400)
     sequences, _ = sampler.logps([row.prompt], 4, [row.images])
     reference, inside = Reference(sampler), []
-    reference._other_layers, others = lambda: inside, reference._other_layers()
+    reference.other_layers, others = lambda: inside, reference.other_layers()
     assert len(others) == 1 + 12 + 6  # the head; three blocks of four, three mergers of two
     narrow = [reference.logps(sequences, jitter=jitter, pictured=row)[0] for jitter in (False, True)]
     inside.extend(others)

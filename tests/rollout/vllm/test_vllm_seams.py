@@ -51,6 +51,10 @@ NAMES = {
     "vllm:ModelRegistry": "models",
     "vllm:SamplingParams": """__struct_fields__ detokenize ignore_eos logprobs max_tokens min_tokens prompt_logprobs
         seed skip_reading_prefix_cache temperature""",
+    "vllm.multimodal.inputs": "PlaceholderRange",
+    "vllm.multimodal.inputs:PlaceholderRange": "get_num_embeds is_embed length offset",
+    "vllm.renderers.base:BaseRenderer": "render_cmpl",
+    "vllm.v1.engine.llm_engine:LLMEngine": "renderer reset_encoder_cache",
     "vllm.sampling_params": "RepetitionDetectionParams StructuredOutputsParams",
     "vllm.distributed": "parallel_state",
     "vllm.distributed.parallel_state": """_EP get_world_group init_model_parallel_group

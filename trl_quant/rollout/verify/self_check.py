@@ -295,12 +295,12 @@ class Reference:
         rounding = Rounding(device) if jitter else None
         stand_ins = self._stand_ins(adapted, rounding)
         with computing_as_the_engine(self.weights, stand_ins, self.engine.caches, rounding), ExitStack() as hooks:
-            for layer in self._other_layers() if rounding is not None else ():
+            for layer in self.other_layers() if rounding is not None else ():
                 hook = layer.register_forward_hook(lambda module, args, output: rounding(output))
                 hooks.callback(hook.remove)
             return policy_logps(self.engine.model, sequences, device, score=score, pictured=pictured)
 
-    def _other_layers(self) -> list[nn.Module]:
+    def other_layers(self) -> list[nn.Module]:
         """Returns the head, and the linear layers of a tower and of what joins it to the text."""
         policy = self.weights.base_model
         inside = set(policy.get_decoder().modules())

@@ -213,7 +213,7 @@ class Client(VLLMClient):
 
     def reset_encoder_cache(self) -> None:
         """Lets the server compute images anew, with its current weights."""
-        self._post(f"{self.base_url}/reset_encoder_cache")
+        self.session.post(f"{self.base_url}/reset_encoder_cache").raise_for_status()
 
     def mark_sync(self) -> None:
         """Sends the workers a new token, after an update of weights."""

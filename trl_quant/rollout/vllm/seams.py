@@ -57,6 +57,11 @@ LASTING_IN_VLLM = {
         "the server's worker",
         "tests/rollout/vllm/test_vllm_server.py::test_server_samples_from_the_policy",
     ),
+    ("rollout/vllm/own_class.py", "register"): (
+        "transformers' table of configs, in which vLLM has put its own",
+        "the process",
+        "tests/rollout/vllm/test_vllm_images.py::test_transformers_still_builds_the_policys_family",
+    ),
     ("rollout/vllm/loading.py", "register_model_loader"): (
         "vLLM's table of model loaders",
         "the process",

@@ -93,6 +93,7 @@ class VLLMServerEngine(VLLMBase):
         policy = self.weights.base_model
         outside = outside_decoder(policy, policy.config.architectures or [], "auto")
         options = {"trust_remote_code": self.vllm.trust_remote_code, "wide_norms": self.wide_norms, "outside": outside}
+        options["reads_images"] = self.image_token is not None
         command = serve_command(model, self.precision, client.base_url, has_experts=self.has_experts, **options)
         if is_exposed(client.base_url):
             logger.warning(

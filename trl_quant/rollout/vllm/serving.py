@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import requests
+from packaging.version import Version
 from transformers import AutoConfig, PreTrainedConfig
 
 from ...models.families import number_of_experts
@@ -126,6 +127,7 @@ def serve_command(
     wide_norms: bool = False,
     outside: Iterable[str] = (),
     has_experts: bool = False,
+    reads_images: bool = False,
 ) -> str:
     """
     Returns the command line that starts the right server.
@@ -139,6 +141,8 @@ def serve_command(
         outside (`Iterable[str]`, *optional*): The patterns of [`~support.outside_decoder`].
         has_experts (`bool`, *optional*, defaults to `False`):
             Whether the policy is a mixture of experts. vLLM would quantize its routers too.
+        reads_images (`bool`, *optional*, defaults to `False`):
+            Whether the policy reads images, which vLLM prepares at an address of its own.
     """
     lines = []
     parts = urlsplit(url)
@@ -168,9 +172,17 @@ def serve_command(
         "--max-logprobs -1 --worker-extension-cls trl_quant.rollout.vllm_server_worker.WorkerExtension "
         f"""--weight-transfer-config '{{"backend": "{BACKEND}"}}' --host {host}{port}"""
         + (" --trust-remote-code" if trust_remote_code else "")
+        + (f" {images_flag()}".rstrip() if reads_images else "")
         + (""" --load-format trl_quant --model-loader-extra-config '{"wide_norms": true}'""" if wide_norms else "")
     )
     return "\n".join(lines)
+
+
+def images_flag() -> str:
+    """Returns the option with which the installed vLLM serves images to TRL's client; empty if it needs none."""
+    from vllm import __version__
+
+    return "--enable-scale-out" if Version(__version__.partition("+")[0]) >= Version("0.30") else ""
 
 
 def read_config(model: str, trust_remote_code: bool) -> PreTrainedConfig | None:
