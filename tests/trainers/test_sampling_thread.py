@@ -42,10 +42,12 @@ def test_nothing_older_is_trained_on(tmp_path, max_staleness, accumulated):
     settings = {"max_staleness": max_staleness, "gradient_accumulation_steps": accumulated, "max_steps": 6}
     trainer = asynchronous(tmp_path, rollout_precision="bf16", learning_rate=1e-2, **settings)
     trainer.train()
-    ages, apart = logged(trainer, "rollouts/age_max"), logged(trainer, "mismatch/abs_logp_diff")
-    assert max(ages) <= max_staleness
-    assert [difference < 0.03 for difference in apart] == [age == 0 for age in ages]
-    assert (max(ages) > 0) == (max_staleness > 0)
+    steps = [entry for entry in trainer.state.log_history if "rollouts/age" in entry]
+    assert len(steps) == 6 and max(step["rollouts/age_max"] for step in steps) <= max_staleness
+    fresh = [step["mismatch/abs_logp_diff"] for step in steps if step["rollouts/age_max"] == 0]
+    older = [step["mismatch/abs_logp_diff"] for step in steps if step["rollouts/age"] >= 0.5]
+    assert fresh and max(fresh) < 0.05
+    assert bool(older) == (max_staleness > 0) and all(difference > 0.05 for difference in older)
 
 
 def syncs(trainer, enough) -> dict[int, dict]:
@@ -214,7 +216,7 @@ def test_a_policy_that_trains_in_the_samplers_numbers(tmp_path, precision):
         trainer = asynchronous(tmp_path, max_staleness=0, max_steps=3, **settings)
         trainer.train()
         apart[training] = logged(trainer, "mismatch/abs_logp_diff")
-    assert max(apart[precision]) < 1e-3 < 1e-2 < min(apart[None])
+    assert max(apart[precision]) < 5e-3 < 1e-2 < min(apart[None])
 
 
 def test_noise_is_drawn_for_each_version(tmp_path):

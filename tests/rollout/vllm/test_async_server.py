@@ -24,7 +24,10 @@ from transformers import TrainerCallback
 from urllib3.util.retry import Retry
 from vllm_engines import fresh, one_by_one, served
 
-from trl_quant.rollout.vllm import loading  # noqa: F401, registers a loader
+from trl_quant.rollout.vllm import (
+    kernel_checks,
+    loading,  # noqa: F401, registers a loader
+)
 from trl_quant.storage.layout import quantize_checkpoint
 
 
@@ -64,14 +67,21 @@ def test_a_server_in_another_precision_is_refused_with_the_command(tmp_path, ser
 
 
 def test_live_equals_fresh_after_syncs_under_load(tmp_path, server):
-    """Ten updates, whose syncs end what is being sampled: tokens of several versions in one completion."""
+    """
+    Ten updates, whose syncs end what is being sampled: tokens of several versions in one completion. Every fifth sync
+    is followed by the self-check.
+    """
     settings = {"max_completion_length": 60, "max_steps": 10, "learning_rate": 1e-3, "max_staleness": 4}
-    trainer = beside(server, tmp_path, sync_check_steps=0, **settings)
+    trainer = beside(server, tmp_path, sync_check_steps=5, **settings)
+    (products,) = fresh(trainer.model, "int8", tmp_path / "before").apply_model(kernel_checks.int8_errors)
+    trainer.sampling_thread.engine.product_errors = products  # of this CPU; a server cannot be asked for them
     mixed = mixed_versions(trainer)
     trainer.train()
     history = [entry for entry in trainer.state.log_history if "rollouts/age" in entry]
     assert len(history) == 10 and max(entry["rollouts/age_max"] for entry in history) <= 4
     assert trainer.model_version == 11 and mixed
+    checked = [entry for entry in trainer.state.log_history if "sync_check/bound" in entry]
+    assert checked and all(entry["sync_check/logp_difference"] < entry["sync_check/bound"] for entry in checked)
     client = trainer.sampling_thread.engine.vllm_client
     assert served(client) == one_by_one(fresh(trainer.model, "int8", tmp_path / "fresh", **wide()))
 

@@ -41,13 +41,14 @@ class MicroBatches:
 
     Args:
         trainer ([`QuantAsyncGRPOTrainer`]): The trainer.
+        budget (`int`): Tokens of a rank's row at most; 0 for `per_device_train_batch_size` samples a row.
 
     Attributes:
         wait_s (`float`): Seconds for which the first rank has waited for samples; TRL logs and clears them.
         held (`deque`): Samples that were taken and did not fit, oldest first.
     """
 
-    def __init__(self, trainer):
+    def __init__(self, trainer, budget: int):
         self.trainer, self.wait_s, self.held = trainer, 0.0, deque()
         self.metrics = trainer._metrics["train"]
         self.processes = trainer.accelerator.num_processes
@@ -56,7 +57,7 @@ class MicroBatches:
             self.processes,
             groups_trained=trainer._trained_groups,
             metrics=self.metrics,
-            token_budget=max(trainer.args.token_budget or 0, 0),
+            token_budget=budget,
         )
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:

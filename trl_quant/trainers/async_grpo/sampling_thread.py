@@ -46,6 +46,7 @@ from ..groups import Completion, Group
 
 logger = logging.getLogger(__name__)
 
+STOPPING = 15.0  # seconds to wait for the thread at the end of a training
 IDLE = 0.02  # seconds between two looks at whether there is something to do
 NOT_FOR_REWARDS = ("prompt", "completion", "completion_ids")  # columns of the data that rewards get otherwise
 
@@ -135,7 +136,7 @@ class SamplingThread:
         self._stopped.set()
         self._samples.set()
         if self._thread is not None:
-            self._thread.join(self.args.heartbeat_stale_after_s)
+            self._thread.join(STOPPING)
         self._generation.close()
 
     def check_health(self, stale_after_s: float) -> None:
@@ -172,8 +173,12 @@ class SamplingThread:
         """Context in which nothing is sampled. When it ends, the engine is made ready with its noise, and goes on."""
         self._samples.clear()
         if not self._engine_free.acquire(timeout=self.args.heartbeat_stale_after_s):
-            self.check_health(0.0)
-            raise RuntimeError("Sampling beside the training hangs: it did not end for the new weights.")
+            self.check_health(math.inf)
+            seconds = self.args.heartbeat_stale_after_s
+            raise RuntimeError(
+                f"Sampling beside the training hangs: it did not end for new weights within `heartbeat_stale_after_s`="
+                f"{seconds:g} seconds."
+            )
         try:
             self._generation.close()
             yield self.engine
@@ -198,7 +203,7 @@ class SamplingThread:
     # Sample
 
     def _sample(self) -> list[Group]:
-        """Draws until a group has ended that the trainer waits for, or the weights change. Returns ended groups."""
+        """Draws until the trainer has an update's samples, half of the groups have ended, or the weights change."""
         with self._engine_free:
             if not self._samples.is_set() or self._stopped.is_set():
                 return []
@@ -226,15 +231,19 @@ class SamplingThread:
             in_flight += size
 
     def _draw(self, asked: list[tuple[Group, Completion]]) -> None:
+        size, needed = self.args.num_generations, self.args.generation_batch_size
+        groups = len({id(group) for group, _ in asked})
+
         def enough(ended: list[bool]) -> bool:
             self._beat = time.monotonic()
             if not self._samples.is_set() or self._stopped.is_set():
                 return True
-            unfinished = {id(group) for (group, _), has_ended in zip(asked, ended, strict=True) if not has_ended}
-            # The trainer waits for a group, or there is room for others
-            return len(unfinished) < groups and (self.rollout_buffer.empty() or len(unfinished) <= groups // 2)
-
-        groups = len({id(group) for group, _ in asked})
+            waiting = self.rollout_buffer.qsize()
+            if waiting >= needed:
+                return False
+            left = len({id(group) for (group, _), has_ended in zip(asked, ended, strict=True) if not has_ended})
+            # The trainer waits for no more than this, or there is room for other groups. What is left is computed again
+            return waiting + (groups - left) * size >= needed or left <= groups // 2
 
         self._beat = time.monotonic()
         requests = [Request(group.prompt, copies=1, sampled=list(c.token_ids)) for group, c in asked]

@@ -169,10 +169,11 @@ class QuantAsyncGRPOTrainer(QuantPrecision, TRLsArguments):
     def get_train_dataloader(self):
         if self.args.is_left_to_trl:
             return super().get_train_dataloader()
-        if self.args.token_budget is None and self.accelerator.is_main_process:
+        budget = self.args.token_budget
+        if budget is None and self.accelerator.is_main_process:  # the longest row of the server, as in TRL
             self.vllm_client.wait_for_server_ready()
-            self.args.token_budget = self.vllm_client.get_max_model_len()
-        self._rollout_dataset = MicroBatches(self)
+            budget = self.vllm_client.get_max_model_len()
+        self._rollout_dataset = MicroBatches(self, max(budget or 0, 0))
         return self._rollout_dataset
 
     def _set_signature_columns_if_needed(self):
