@@ -153,7 +153,7 @@ class EngineSpec:
             exact=config.exact_rollouts,
             returns_routing=config.router_replay is not False,
             returns_kept=config.truncation_replay
-            or (config.truncation_replay is None and config.has_rewards and kind != "colocate"),
+            or (config.truncation_replay is None and config.has_rewards and kind not in VLLM_MODES),
             request_timeout=config.vllm_request_timeout,
             cache_implementation=config.cache_implementation,
             **schedule,

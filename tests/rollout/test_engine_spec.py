@@ -32,6 +32,8 @@ from trl_quant.run_spec import (
 COLOCATE = {"use_vllm": True, "vllm_mode": "colocate"}
 SERVER = {"use_vllm": True, "vllm_mode": "server"}
 
+IN_VLLM = {"returns_kept": False}  # vLLM is asked for it by `truncation_replay=True` alone
+
 # settings -> the fields of the spec that differ from the plain embedded engine's
 MEANINGS = [
     ({"rollout_precision": "int8"}, {}),
@@ -42,32 +44,40 @@ MEANINGS = [
     ({"train_precision": "int8"}, {"kind": "shared"}),
     ({"train_precision": "int8", "rollout_precision": "int8"}, {"kind": "shared"}),
     ({"train_precision": "fp8", "rollout_precision": "int8"}, {}),
-    ({"rollout_precision": "int8", **COLOCATE}, {"kind": "colocate"}),
-    ({"rollout_precision": "int8", "vllm_sleep_level": 1, **COLOCATE}, {"kind": "colocate"}),  # it never sleeps
+    ({"rollout_precision": "int8", **COLOCATE}, {**IN_VLLM, "kind": "colocate"}),
+    (
+        {"rollout_precision": "int8", "vllm_sleep_level": 1, **COLOCATE},
+        {**IN_VLLM, "kind": "colocate"},
+    ),  # it never sleeps
     (
         {"rollout_precision": "int8", "vllm_enable_sleep_mode": True, **COLOCATE},
-        {"kind": "colocate", "sleep_level": 2},
+        {**IN_VLLM, "kind": "colocate", "sleep_level": 2},
     ),
     (
         {"rollout_precision": "int8", "vllm_enable_sleep_mode": True, "lora_sync": "adapter", **COLOCATE},
-        {"kind": "colocate", "sleep_level": 1, "lora_sync": "adapter"},
+        {**IN_VLLM, "kind": "colocate", "sleep_level": 1, "lora_sync": "adapter"},
     ),
     (
         {"train_precision": "nvfp4", **COLOCATE},
-        {"kind": "colocate", "precision": "nvfp4", "lora_sync": "adapter"},
+        {**IN_VLLM, "kind": "colocate", "precision": "nvfp4", "lora_sync": "adapter"},
     ),
     ({"train_precision": "nvfp4"}, {"kind": "shared", "precision": "nvfp4"}),
     (
         {"rollout_precision": "int8", "vllm_engine_kwargs": {"enforce_eager": True}, **COLOCATE},
-        {"kind": "colocate", "engine_kwargs": {"enforce_eager": True}},
+        {**IN_VLLM, "kind": "colocate", "engine_kwargs": {"enforce_eager": True}},
     ),
-    ({"rollout_precision": "int8", "sync_check_steps": 7, **COLOCATE}, {"kind": "colocate", "sync_check_steps": 7}),
+    (
+        {"rollout_precision": "int8", "sync_check_steps": 7, **COLOCATE},
+        {**IN_VLLM, "kind": "colocate", "sync_check_steps": 7},
+    ),
     (
         {"rollout_precision": "int8", "vllm_request_timeout": 60.0, **SERVER},
-        {"kind": "server", "request_timeout": 60.0},
+        {**IN_VLLM, "kind": "server", "request_timeout": 60.0},
     ),
 ]
-PLAIN = EngineSpec("embedded", "int8", sync_check_steps=50, returns_routing=True, request_timeout=1800.0)
+PLAIN = EngineSpec(
+    "embedded", "int8", sync_check_steps=50, returns_routing=True, returns_kept=True, request_timeout=1800.0
+)
 
 
 @pytest.mark.parametrize(("settings", "expected"), MEANINGS)

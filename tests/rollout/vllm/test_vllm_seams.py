@@ -90,6 +90,7 @@ NAMES = {
     f"{LOADER}.reload.layerwise": "logger",  # by its name, in `worker`
     f"{LOADER}.default_loader:DefaultModelLoader": "get_all_weights load_weights",
     "vllm.v1.worker.worker_base:WorkerBase": "device get_model vllm_config",
+    "vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope": "YaRNScalingRotaryEmbedding",
     "vllm.v1.worker.gpu_worker:Worker": "model_runner reload_weights weight_transfer_engine",
     "vllm.v1.worker.cpu_worker": "CPUWorker",
     "vllm.v1.worker.cpu_worker:CPUWorker": "distributed_init_method",
