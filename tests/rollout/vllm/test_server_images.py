@@ -50,6 +50,7 @@ def test_grpo_trains_with_images(served, tmp_path, monkeypatch, in_flight):
     start = {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
     trainer.train()
     logged = [entry for entry in metrics(trainer) if "mismatch/abs_logp_diff" in entry]
+    print("SEEN", [{n: v for n, v in e.items() if "logp" in n or "bound" in n} for e in logged])
     assert len(logged) == 3 and all(0 < entry["mismatch/abs_logp_diff"] < 0.05 for entry in logged)
     assert all(entry["sync_check/image_logp_difference"] < entry["sync_check/image_bound"] for entry in logged)
     moved = {name for name, param in trainer.model.named_parameters() if not torch.equal(param, start[name])}

@@ -49,6 +49,7 @@ SLACK = 4.0
 FLOOR = 2e-3  # nats
 SAME = 1e-7  # relative difference up to which weights count as equal
 CHECKED_TOKENS = 4  # tokens that the engine adds to each row
+PICTURED_TOKENS = 32  # ... and to the row with a picture, of which a server scores no others
 
 
 def plain_logps(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -182,10 +183,11 @@ def _pictured_difference(engine, reference: "Reference", longest: int) -> tuple[
     Returns:
         `tuple[float, float]`: The mean difference and its bound, in nats.
     """
+    longest -= PICTURED_TOKENS - CHECKED_TOKENS
     row = pictured_row(engine.processing_class, longest) if engine.takes_images else None
     if row is None:
         return None
-    sequences, (sampled,) = engine.logps([row.prompt], CHECKED_TOKENS, [row.images])
+    sequences, (sampled,) = engine.logps([row.prompt], PICTURED_TOKENS, [row.images])
     is_text = (torch.tensor(sequences[0][1:]) != engine.image_token)[-len(sampled) :]
     (expected,), (jittered,) = (
         [logps[-len(sampled) :][is_text] for logps in reference.logps(sequences, jitter=jitter, pictured=row)]
