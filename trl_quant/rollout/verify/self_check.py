@@ -37,6 +37,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from ...layers import EngineWeight, FrozenLinear, UnheldExperts, held_vllm_linear, quantized_linear, vllm_linear
+from ...models.linears import unquantized_linears
 from ...precisions import PRECISIONS
 from ..tensors import base_layer, outer_modules
 from ..weights import PolicyWeights
@@ -306,8 +307,8 @@ class Reference:
         """Returns the head, and the linear layers of a tower and of what joins it to the text."""
         policy = self.weights.base_model
         inside = set(policy.get_decoder().modules())
-        found = [module for module in policy.modules() if isinstance(module, nn.Linear) and module not in inside]
-        return list(dict.fromkeys([policy.get_output_embeddings(), *found]))
+        found = (policy.get_submodule(name) for name in unquantized_linears(policy, head=False))
+        return [policy.get_output_embeddings(), *(module for module in found if module not in inside)]
 
     def _stand_ins(self, adapted: bool, rounding: Rounding | None) -> dict[str, nn.Module]:
         """Returns the module that replaces each linear layer of the decoder, by the layer's place in the policy."""
