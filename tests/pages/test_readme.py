@@ -34,7 +34,7 @@ from trl_quant import (
 from trl_quant.cli import COMMANDS, prepare, train
 from trl_quant.corrections import CORRECTIONS
 from trl_quant.models.families import families_with
-from trl_quant.models.page import dense_families
+from trl_quant.models.page import READ_IMAGES, dense_families
 from trl_quant.noise import SCHEDULES
 from trl_quant.precisions import PRECISIONS
 from trl_quant.rollout.vllm.support import VLLM_VERSIONS
@@ -196,7 +196,7 @@ def config_fields() -> set[str]:
 
 def known_names() -> set[str]:
     of_tasks = {*tasks.__all__, *tasks.REWARDS, *NAMED_DATA}
-    of_config = config_fields() | {*PRECISIONS, *CORRECTIONS, *SCHEDULES, *families_with("feeds")}
+    of_config = config_fields() | {*PRECISIONS, *CORRECTIONS, *SCHEDULES, *families_with("feeds"), *READ_IMAGES}
     return of_config | of_tasks | set().union(*FOREIGN.values())
 
 

@@ -37,6 +37,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from ...layers import EngineWeight, FrozenLinear, UnheldExperts, held_vllm_linear, quantized_linear, vllm_linear
+from ...models.linears import unquantized_linears
 from ...precisions import PRECISIONS
 from ..tensors import base_layer, outer_modules
 from ..weights import PolicyWeights
@@ -49,6 +50,7 @@ SLACK = 4.0
 FLOOR = 2e-3  # nats
 SAME = 1e-7  # relative difference up to which weights count as equal
 CHECKED_TOKENS = 4  # tokens that the engine adds to each row
+PICTURED_TOKENS = 32  # ... and to the row with a picture, of which a server scores no others
 
 
 def plain_logps(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -182,10 +184,11 @@ def _pictured_difference(engine, reference: "Reference", longest: int) -> tuple[
     Returns:
         `tuple[float, float]`: The mean difference and its bound, in nats.
     """
+    longest -= PICTURED_TOKENS - CHECKED_TOKENS
     row = pictured_row(engine.processing_class, longest) if engine.takes_images else None
     if row is None:
         return None
-    sequences, (sampled,) = engine.logps([row.prompt], CHECKED_TOKENS, [row.images])
+    sequences, (sampled,) = engine.logps([row.prompt], PICTURED_TOKENS, [row.images])
     is_text = (torch.tensor(sequences[0][1:]) != engine.image_token)[-len(sampled) :]
     (expected,), (jittered,) = (
         [logps[-len(sampled) :][is_text] for logps in reference.logps(sequences, jitter=jitter, pictured=row)]
@@ -304,8 +307,8 @@ class Reference:
         """Returns the head, and the linear layers of a tower and of what joins it to the text."""
         policy = self.weights.base_model
         inside = set(policy.get_decoder().modules())
-        found = [module for module in policy.modules() if isinstance(module, nn.Linear) and module not in inside]
-        return list(dict.fromkeys([policy.get_output_embeddings(), *found]))
+        found = (policy.get_submodule(name) for name in unquantized_linears(policy, head=False))
+        return [policy.get_output_embeddings(), *(module for module in found if module not in inside)]
 
     def _stand_ins(self, adapted: bool, rounding: Rounding | None) -> dict[str, nn.Module]:
         """Returns the module that replaces each linear layer of the decoder, by the layer's place in the policy."""

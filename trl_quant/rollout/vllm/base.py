@@ -201,8 +201,8 @@ class VLLMBase(RolloutEngine):
         """
         policy = self.weights.base_model
         count_layers(policy, self.precision)
-        text = policy.config.get_text_config()  # Qwen3-VL's may not say it
-        ties = getattr(text, "tie_word_embeddings", policy.config.tie_word_embeddings)
+        whole, text = policy.config, policy.config.get_text_config()
+        ties = (text if hasattr(text, "tie_word_embeddings") else whole).tie_word_embeddings  # Qwen3-VL's text has none
         if ties and not ties_embeddings(policy):
             raise ValueError(
                 "The policy's head has a weight of its own (`modules_to_save`, LoRA on the embeddings or the head, or "
