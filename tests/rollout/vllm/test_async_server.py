@@ -31,7 +31,7 @@ from trl_quant.rollout.vllm import (
 from trl_quant.storage.layout import quantize_checkpoint
 
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.long]
 assert files_in_place_of_nccl  # a fixture of every test here
 
 

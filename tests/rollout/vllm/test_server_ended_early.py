@@ -33,7 +33,7 @@ from trl_quant.rollout.vllm import separate
 from trl_quant.rollout.vllm.client import Client
 
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.long]
 assert files_in_place_of_nccl  # a fixture of every test here
 MOST = 250  # tokens of a completion, for which the server takes seconds
 COMPARED = 30  # tokens

@@ -17,7 +17,7 @@ from servers import FILES, PROCESSED, files_in_place_of_nccl, serve, wait_for
 from trl_quant.rollout.vllm.serving import images_flag
 
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.long]
 assert files_in_place_of_nccl
 
 

@@ -191,6 +191,7 @@ def test_grpo_trains_with_images(tmp_path, family):
     assert {name for name in start if ".visual." in name and "weight" in name} <= moved
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lora_sync", ["merge", "adapter"])
 @pytest.mark.parametrize("family", WITH_IMAGES)
 def test_an_adapter_and_noise(tmp_path, family, lora_sync):

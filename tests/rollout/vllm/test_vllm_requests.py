@@ -228,7 +228,7 @@ def test_a_server_is_asked_for_each_completion_that_may_end_early(served):
     prompt, flags = [9, 5, 9, 6], []
     pair = [Request(prompt, ["red", "blue"], 2, sampled) for sampled in ([9, 7, 8], [4])]
     samples = served.sample([*pair, Request([1, 2])], lambda ended: flags.append(ended) or sum(ended) == 2)
-    assert samples.ended == [True, False, True] == flags[-1] and sum(flags[0]) == 1 and len(flags) == 2
+    assert samples.ended == [True, False, True] == flags[-1] and all(sum(ended) < 2 for ended in flags[:-1])
     assert samples.token_ids == [[8, EOS], [4, EOS], [2, EOS]] and samples.logps == [[0, -1]] * 3
     images, *calls, token = served.vllm_client.calls
     assert images == [["red", "blue"], None] and token == "token"  # both once

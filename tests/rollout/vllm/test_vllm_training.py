@@ -100,6 +100,7 @@ RUNS = [
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_example_trains(tmp_path, monkeypatch, trainers_live_on):
     """Three steps a run: the engine ends as a fresh one, and BF16 samples by far the nearest to the policy."""
     mismatch = []
