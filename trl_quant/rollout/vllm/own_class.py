@@ -7,21 +7,24 @@ the policy's class too, and a policy has nothing of what this `__call__` reads. 
 vLLM's changes, and the class itself gets back what it had.
 
 vLLM also has configs of its own for some families, such as Qwen3.5, and transformers then reads these by `AutoConfig`.
-transformers' models cannot be built from them, so transformers gets back those of the policy.
+transformers' models cannot be built from them, so transformers gets its own back. A config of a checkpoint's own code,
+which the run may trust, is never given to it: another checkpoint of that family would then run this code.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import transformers
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 
 @contextmanager
 def keeping_classes(policy: nn.Module) -> Iterator[dict[type, type]]:
     """
     Context in which vLLM starts. On exit the classes of the policy's models have their bases and attributes back, and
-    transformers reads configs of their families as those of the policy.
+    transformers reads configs of their families with its own classes.
 
     Yields:
         `dict[type, type]`: Class that vLLM changed -> subclass with vLLM's changes. It is filled on exit.
@@ -33,9 +36,9 @@ def keeping_classes(policy: nn.Module) -> Iterator[dict[type, type]]:
     try:
         yield changed
     finally:
-        for config in {type(model.config) for model in models}:
-            if config.model_type in CONFIG_MAPPING and CONFIG_MAPPING[config.model_type] is not config:
-                AutoConfig.register(config.model_type, config, exist_ok=True)
+        for family in {model.config.model_type for model in models} & CONFIG_MAPPING_NAMES.keys():
+            if CONFIG_MAPPING[family].__module__.startswith("vllm."):
+                AutoConfig.register(family, getattr(transformers, CONFIG_MAPPING_NAMES[family]), exist_ok=True)
         for cls, (bases, attributes) in before.items():
             added = tuple(base for base in cls.__bases__ if base not in bases)
             replaced = {name: value for name, value in vars(cls).items() if value is not attributes.get(name)}
