@@ -211,7 +211,7 @@ def test_trls_own_sampler_records_its_turns_too():
     built = recording(TRLs)(logprobs=None)
     assert isinstance(built, TRLs) and built.logprobs == 0 and built.turns == []
     assert built.generate([[5]], None, 1) == ([[5]], [[7, 8]], [[[-1.0], [None]]], [[[7], [8]]])
-    assert built.turns == [([[5]], [[-1.0, None]], None)]
+    assert built.turns == [([[5]], [[-1.0, None]], None, None)]
 
 
 def test_the_settings_are_trls():

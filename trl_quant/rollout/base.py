@@ -94,6 +94,8 @@ class RolloutEngine:
         reads_images (`bool`):
             Whether the engine processes the images of its requests by itself. If not, its `sample` also takes what the
             processor has made of them.
+        refuses_images (`str` or `None`):
+            Why requests may have no images; `None` if they may.
         returns_routing (`bool`):
             Whether the samples have the [`~rollout.routing`] of a mixture of experts.
         returns_kept (`bool`):
@@ -102,6 +104,7 @@ class RolloutEngine:
     """
 
     ends_early = reads_images = True
+    refuses_images: str | None = None
     returns_routing = returns_kept = False
 
     def __init__(
@@ -216,8 +219,8 @@ class RolloutEngine:
             processed (`Mapping`, *optional*): The processor's results for the requests' images, such as `pixel_values`.
 
         Raises:
-            `ValueError`: A request has as many tokens already as its completion may have, or a sampling option would
-                act otherwise on the rest of a completion than on the whole.
+            `ValueError`: A request has as many tokens already as its completion may have, or images that the engine
+                refuses, or a sampling option would act otherwise on the rest of a completion than on the whole.
             `RuntimeError`: A policy cannot have sampled this; see [`~rollout.answers.fault_of_samples`].
         """
         most = self.settings.most_tokens
@@ -227,6 +230,8 @@ class RolloutEngine:
                 raise ValueError(
                     f"Request {row} has {found} sampled tokens already, and its completion may have {most}."
                 )
+        if self.refuses_images is not None and any(request.images for request in requests):
+            raise ValueError(self.refuses_images)
         settings = self.settings
         wrong = breaks_when_continued(settings.generation_kwargs, settings.structured_outputs_regex)
         if wrong and any(request.sampled for request in requests):

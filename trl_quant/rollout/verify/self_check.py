@@ -185,7 +185,7 @@ def _pictured_difference(engine, reference: "Reference", longest: int) -> tuple[
         `tuple[float, float]`: The mean difference and its bound, in nats.
     """
     longest -= PICTURED_TOKENS - CHECKED_TOKENS
-    row = pictured_row(engine.processing_class, longest) if engine.takes_images else None
+    row = pictured_row(engine.processing_class, longest) if engine.refuses_images is None else None
     if row is None:
         return None
     sequences, (sampled,) = engine.logps([row.prompt], PICTURED_TOKENS, [row.images])

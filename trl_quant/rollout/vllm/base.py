@@ -21,7 +21,7 @@ from ...storage.experts import NamesOnDisk
 from ...storage.layout import checkpoint_stream, checkpoint_tensors, quantizers_on
 from ...storage.quantization import brings_cache_scales
 from ..base import RolloutEngine, count_layers
-from ..engine import Request, RolloutNoise, Samples
+from ..engine import RolloutNoise
 from ..fingerprint import Fingerprint, fingerprint
 from ..tensors import ties_embeddings
 from ..verify.kv_cache import UNQUANTIZED, KVCache
@@ -61,7 +61,6 @@ class VLLMBase(RolloutEngine):
         syncs_to_check (`int`): Number of syncs until the next self-check.
         drafts ([`~speculation.Drafts`] or `None`):
             Counts of speculative decoding since the last [`take_metrics`]; `None` without it.
-        takes_images (`bool`): Whether vLLM computes images as the policy does.
         has_checked_drafts (`bool`): Whether samples of speculative decoding were found to be right.
     """
 
@@ -85,7 +84,7 @@ class VLLMBase(RolloutEngine):
         self.syncs_to_check = 1  # the first sync is checked
         self.drafts: Drafts | None = None
         self.has_checked_drafts = False
-        self.takes_images = shows_whole_images(self.weights.base_model.config)
+        self.refuses_images = None if shows_whole_images(self.weights.base_model.config) else NO_WHOLE_IMAGES
         self._failure: str | None = None
         self._non_finite: dict[str, Tensor] = {}
         self._started_model: set = set()  # `_model_traits` when the engine started
@@ -421,11 +420,6 @@ class VLLMBase(RolloutEngine):
         return metrics
 
     # Sample
-
-    def draw(self, requests: list[Request], *args, **kwargs) -> Samples:
-        if not self.takes_images and any(request.images for request in requests):
-            raise ValueError(NO_WHOLE_IMAGES)
-        return super().draw(requests, *args, **kwargs)
 
     def prepare(self) -> None:
         woken = self.ensure_ready()
