@@ -18,6 +18,7 @@ import torch
 from tiny import save_tiny, tiny_model
 from training import (
     assert_same_run,
+    config,
     dataset,
     generation,
     gradient_of,
@@ -28,7 +29,8 @@ from training import (
     trainer_for,
 )
 
-from trl_quant import QuantGRPOTrainer, QuantPPOTrainer, QuantRLOOTrainer
+from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, QuantPPOTrainer, QuantRLOOTrainer
+from trl_quant.config.truncation import replays, why_not_replayed
 from trl_quant.policy.kept import KEPT
 from trl_quant.rollout import TransformersEngine
 from trl_quant.rollout.kept import Kept
@@ -347,3 +349,18 @@ def run_rank(path: Path, case: str) -> None:
 if __name__ == "__main__":
     for name in sys.argv[2:]:
         run_rank(Path(sys.argv[1]), name)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("torch_compile", "in a compiled model"),
+        ("use_liger_kernel", "without the head's scores"),
+        ("exact_rollouts", "with the engine's own head"),
+    ],
+)
+def test_settings_that_score_otherwise_replay_nothing(tmp_path, name, reason):
+    args = config(QuantGRPOConfig, tmp_path, rollout_precision="int8", top_p=0.9)
+    assert replays(args) and why_not_replayed(args) is None
+    setattr(args, name, True)
+    assert reason in why_not_replayed(args) and not replays(args)

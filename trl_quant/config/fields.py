@@ -199,7 +199,7 @@ class CorrectionFields:
     ess_step_scaling: bool = False
     """Whether each step's learning rate is multiplied by min(1, sqrt(rho / rho_0)) (after VCPO): rho is the effective
     sample size of the step's completions, divided by their number, under the uncapped weights of whole completions, and
-    rho_0 that of the run's first step. Needs a `rollout_precision` ('bf16' for the unquantized one).
+    rho_0 is rho of the run's first step. Needs a `rollout_precision` ('bf16' for the unquantized one).
     """
 
 

@@ -26,6 +26,7 @@ def why_not_replayed(args, others: Mapping = MappingProxyType({})) -> str | None
         "TRL's client takes no such tokens from a server": source == "server",
         "a masked diffusion model scores tokens by one-step estimates": args.denoises,
         "distillation compares whole distributions": not args.has_rewards,
+        "`use_liger_kernel`=True computes the loss without the head's scores": args.use_liger_kernel,
         "`exact_rollouts`=True scores with the engine's own head": args.exact_rollouts,
         "the head was not tried in a compiled model (`torch_compile=True`)": args.torch_compile,
         "ZeRO-3 shards the head": plugin is not None and plugin.zero_stage == 3,

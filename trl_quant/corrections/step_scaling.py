@@ -14,7 +14,7 @@ rests on fewer of them than the run's first one is made smaller:
 | `w_i` | `exp` of [`sequence_log_weights`] | weight of a whole completion, without a cap, of the current policy |
 | `B` | | completions of the optimizer's step: of all ranks and micro-batches |
 | `rho` | [`effective_share`] | effective sample size divided by B |
-| `rho_0` | `first` | that of the run's first step |
+| `rho_0` | `first` | `rho` of the run's first step |
 | `eta` | | learning rate of the step, from the schedule |
 
 A product over a completion's tokens leaves the range of floating-point numbers, so everything is computed from its
@@ -63,5 +63,5 @@ def effective_share(log_w: Tensor) -> float:
 
 
 def step_factor(rho: float, first: float) -> float:
-    """Returns the factor on the step's learning rate, of a `rho` and that of the run's first step."""
+    """Returns the factor on the step's learning rate, from its `rho` and the `rho` of the run's first step."""
     return min(1.0, math.sqrt(rho / first))

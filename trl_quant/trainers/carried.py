@@ -85,7 +85,7 @@ class CarriedStep(ABC):
 
     def take(self, turns: list[Turn], prompts: list[list[int]], completions: list[list[int]]) -> None:
         """
-        Takes what was returned with a generation. A token keeps that of the turn that sampled it.
+        Takes what was returned with a generation. A token keeps what the turn returned that sampled it.
 
         Args:
             turns, prompts, completions: As [`~rollout.trl_face.rows_of_turns`] takes them.

@@ -19,14 +19,14 @@ class StepScaling(TrainerCallback):
     | the gradient is clipped and checked, the optimizer is next | [`on_pre_optimizer_step`] scales its learning rate |
     | the optimizer has stepped, the schedule is next | [`on_optimizer_step`] restores the learning rate |
 
-    The schedule and the logged `learning_rate` so never see the factor. The optimizer of PPO's critic is another one,
+    So the schedule and the logged `learning_rate` never see the factor. The optimizer of PPO's critic is another one,
     and is left alone. An optimizer that decays weights by its learning rate, such as AdamW, scales the decay too.
 
     Args:
         trainer: The trainer.
 
     Attributes:
-        first (`float` or `None`): `rho_0`, that of the run's first step; `None` before it.
+        first (`float` or `None`): `rho_0`, the `rho` of the run's first step; `None` before that step.
     """
 
     def __init__(self, trainer):

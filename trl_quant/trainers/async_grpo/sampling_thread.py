@@ -54,7 +54,7 @@ NOT_FOR_REWARDS = ("prompt", "completion", "completion_ids")  # columns of the d
 @dataclass
 class AgedSample(RolloutSample):
     """
-    A sample of TRL's queue whose tokens know their versions. Its `model_version` is that of the oldest.
+    A sample of TRL's queue whose tokens know their versions. Its `model_version` is the version of its oldest token.
 
     Parameters:
         versions (`np.ndarray`): The version of the weights that sampled each token; 0 for the prompt's.
