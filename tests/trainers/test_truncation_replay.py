@@ -29,7 +29,7 @@ from training import (
     trainer_for,
 )
 
-from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, QuantPPOTrainer, QuantRLOOTrainer
+from trl_quant import QuantAsyncGRPOConfig, QuantGRPOConfig, QuantGRPOTrainer, QuantPPOTrainer, QuantRLOOTrainer
 from trl_quant.config.truncation import replays, why_not_replayed
 from trl_quant.policy.kept import KEPT
 from trl_quant.rollout import TransformersEngine
@@ -364,3 +364,10 @@ def test_settings_that_score_otherwise_replay_nothing(tmp_path, name, reason):
     assert replays(args) and why_not_replayed(args) is None
     setattr(args, name, True)
     assert reason in why_not_replayed(args) and not replays(args)
+
+
+def test_an_asynchronous_trainer_replays_nothing(tmp_path):
+    """Its log warns of truncated samples, as elsewhere where they bias the ratio."""
+    options = {"output_dir": str(tmp_path), "use_vllm": False, "rollout_precision": "int8", "use_cpu": True}
+    args = QuantAsyncGRPOConfig(**options, top_p=0.9)
+    assert "asynchronous trainer" in why_not_replayed(args) and not replays(args)

@@ -24,6 +24,7 @@ def why_not_replayed(args, others: Mapping = MappingProxyType({})) -> str | None
     reasons = {
         "`rollout_precision` is not set, so no engine of this package samples": args.spec.sampler is None,
         "TRL's client takes no such tokens from a server": source == "server",
+        "samples of the asynchronous trainer do not carry such tokens": args.is_asynchronous,
         "a masked diffusion model scores tokens by one-step estimates": args.denoises,
         "distillation compares whole distributions": not args.has_rewards,
         "`use_liger_kernel`=True computes the loss without the head's scores": args.use_liger_kernel,
