@@ -17,7 +17,7 @@ from tiny import tiny_model
 from training import assert_same_run, dataset, killed_and_resumed, killing, metrics, parameters, trainer_for
 from transformers import TrainerCallback
 
-from trl_quant import QuantPPOTrainer, QuantRLOOTrainer
+from trl_quant import QuantAsyncGRPOConfig, QuantPPOTrainer, QuantRLOOTrainer
 
 
 # Two updates on each generation, each of two micro-batches; 4 bits, and steps that move the policy
@@ -198,3 +198,10 @@ def run_rank(path: Path, case: str) -> None:
 if __name__ == "__main__":
     for case in sys.argv[2:]:
         run_rank(Path(sys.argv[1]), case)
+
+
+def test_the_asynchronous_trainer_refuses_it(tmp_path):
+    given = {"output_dir": str(tmp_path), "use_vllm": False, "rollout_precision": "int8", "use_cpu": True}
+    QuantAsyncGRPOConfig(**given)
+    with pytest.raises(ValueError, match="this is a QuantAsyncGRPOConfig"):
+        QuantAsyncGRPOConfig(**given, ess_step_scaling=True)

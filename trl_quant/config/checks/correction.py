@@ -249,7 +249,10 @@ RULES = (
     ),
     Rule(
         ("ess_step_scaling",),
-        when=lambda run: run.args.ess_step_scaling and not (run.args.has_correction and run.args.has_rewards),
+        when=lambda run: (
+            run.args.ess_step_scaling
+            and (run.args.is_asynchronous or not (run.args.has_correction and run.args.has_rewards))
+        ),
         message="`ess_step_scaling`=True scales the steps of a loss that weighs the rewards of whole completions, such "
         "as QuantGRPOTrainer's, and this is a {args.__class__.__name__}. Leave it unset.",
     ),
