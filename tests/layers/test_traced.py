@@ -288,6 +288,7 @@ def test_checkpointing_inside_of_a_graph():
 
 
 @pytest.mark.isa
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
 @pytest.mark.skipif(Version(torch.__version__) < Version("2.13"), reason="Inductor 2.11 does not keep them on a CPU")
 def test_inductor_keeps_the_bits_if_it_keeps_the_roundings():

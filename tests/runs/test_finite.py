@@ -162,7 +162,7 @@ CASE = "broken-int8-full"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["gradient", "loss", "weight"])
-@pytest.mark.parametrize("configuration", ["ddp", "fsdp2", "zero3"])
+@pytest.mark.parametrize("configuration", ["ddp", "fsdp2", pytest.param("zero3", marks=pytest.mark.long)])
 def test_all_ranks_stop_together(found, configuration, place):
     """Of what breaks on the second one alone; the first one's checkpoint is the one of the step before."""
     if configuration.startswith("zero") and not find_spec("deepspeed"):

@@ -28,14 +28,16 @@ MASKED = ["masked-int4-full", "masked-int8-lora"]
 SHARDED = ["sharded-fp8_block-full", "sharded-int8-lora", "sharded-int8-rounded"]
 SHARDED_EXPERTS = "sharded-fp8-experts"
 WITHOUT_VLLM = EMBEDDED + PPO + ASYNC + PASSES + TRAINED + PACKED + LATE + MASKED + SHARDED + [SHARDED_EXPERTS]
-LONG = "fsdp2-others"
+LONG = "-others"  # how the launches that `make test-long` alone runs are named
 # launch -> (accelerate's configuration, cases)
 LAUNCHES = {
     "ddp": (
         "ddp",
-        [*EMBEDDED, *PPO, *ASYNC, *PASSES, *TRAINED, *PACKED[1:], *LATE, *MASKED, "tp-int8-lora", "spread-bf16-full"],
+        [*EMBEDDED, *PPO, *ASYNC, *PASSES, *TRAINED, *PACKED[1:], *LATE, *MASKED, "tp-int8-lora"],
     ),
-    "dp": ("ddp", ["dp-int8-full", "beside-int8-lora"]),  # vLLM keeps a process to one tensor parallel size
+    f"tp{LONG}": ("ddp", ["spread-bf16-full"]),
+    "dp": ("ddp", ["dp-int8-full"]),  # vLLM keeps a process to one tensor parallel size
+    f"dp{LONG}": ("ddp", ["beside-int8-lora"]),
     "fsdp2": (
         "fsdp2",
         [
@@ -49,9 +51,11 @@ LAUNCHES = {
             "fsdp2-int8-lora",
         ],
     ),
-    LONG: ("fsdp2", ["unified-int8-full", "split-int8-lora", "gathered-bf16-lora"]),
-    "zero2": ("zero2", [*TRAINED, *PACKED[:1], "zero2-int8-full"]),
-    "zero3": ("zero3", [*PARTITIONED, "zero3-int8-full", "zero3-bf16-lora", "partitioned-bf16-full"]),
+    f"fsdp2{LONG}": ("fsdp2", ["unified-int8-full", "split-int8-lora", "gathered-bf16-lora"]),
+    "zero2": ("zero2", [*TRAINED, *PACKED[:1]]),
+    f"zero2{LONG}": ("zero2", ["zero2-int8-full"]),
+    "zero3": ("zero3", [*PARTITIONED, "zero3-int8-full"]),
+    f"zero3{LONG}": ("zero3", ["zero3-bf16-lora", "partitioned-bf16-full"]),
 }
 
 
@@ -261,7 +265,7 @@ def test_codes_of_what_fsdp2_gathers(found, case):
 @pytest.mark.parametrize(
     ("launch", "case"),
     [
-        pytest.param(launch, case, id=case, marks=[pytest.mark.long] if launch == LONG else [])
+        pytest.param(launch, case, id=case, marks=[pytest.mark.long] if launch.endswith(LONG) else [])
         for launch, (_, cases) in LAUNCHES.items()
         for case in cases
         if case not in WITHOUT_VLLM

@@ -350,7 +350,7 @@ def test_the_example_trains(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["embedded", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.mark.parametrize("engine", ["embedded", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.long])])
 def test_two_ranks_with_unequal_turns_finish(tmp_path, engine):
     """One takes one turn a generation, the other three, and each syncs and checks once: no rank waits for the other."""
     if engine == "vllm" and not find_spec("vllm"):

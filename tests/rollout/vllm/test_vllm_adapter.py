@@ -376,7 +376,7 @@ def main(path: Path) -> None:
     os._exit(0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_ranks_sample_as_one_process(tmp_path):
     found = on_two_ranks(tmp_path)
     model = adapted(tmp_path / "policy", layers=1)

@@ -117,7 +117,14 @@ def test_another_number_of_features_is_refused(sampler):
         sampler.draw([Request(shorter, request.images)])
 
 
-@pytest.mark.parametrize("place", ["visual.merger", "visual.deepstack_merger_list.0", "visual.blocks.0.attn"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "visual.merger",
+        pytest.param("visual.deepstack_merger_list.0", marks=pytest.mark.long),
+        pytest.param("visual.blocks.0.attn", marks=pytest.mark.long),
+    ],
+)
 def test_the_check_finds_a_fault_that_text_does_not_show(sampler, place):
     """In the engine: a part of the tower, or of what joins it to the text, that computes something else."""
     clean = sampler.check_sync()
@@ -178,7 +185,9 @@ def pictured_trainer(path, output, **given):
     return trainer
 
 
-@pytest.mark.parametrize("family", WITH_IMAGES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name == "qwen2_5_vl" else pytest.mark.long) for name in WITH_IMAGES]
+)
 def test_grpo_trains_with_images(tmp_path, family):
     """Each step is checked with an image; the gradient moves tower and text."""
     trainer = pictured_trainer(save_reader(tmp_path / "model", family), tmp_path / "out", max_steps=2)

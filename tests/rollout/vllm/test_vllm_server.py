@@ -199,7 +199,14 @@ def test_server_samples_from_the_policy(tmp_path, model, servers, monkeypatch, p
     assert served(trainer.vllm_generation.vllm_client) == one_by_one(last)
 
 
-@pytest.mark.parametrize("trainer_class", [QuantRLOOTrainer, QuantPPOTrainer, QuantDistillationTrainer])
+@pytest.mark.parametrize(
+    "trainer_class",
+    [
+        pytest.param(QuantRLOOTrainer, marks=pytest.mark.long),
+        QuantPPOTrainer,
+        pytest.param(QuantDistillationTrainer, marks=pytest.mark.long),
+    ],
+)
 def test_each_trainer_samples_from_a_server(tmp_path, model, servers, monkeypatch, trainer_class):
     """Two steps with a correction; then the server equals an engine that vLLM starts on the weights."""
     monkeypatch.setattr(file_transfer, "FILE", Path(f"{model}-bf16.pt"))
