@@ -59,6 +59,7 @@ FOREIGN = {
     "vllm/model_executor/layers/attention/attention.py": """_k_scale _k_scale_float _q_scale _q_scale_float _v_scale
         _v_scale_float""",
     "vllm/model_executor/kernels/linear/__init__.py": "_POSSIBLE_INT8_KERNELS",
+    "vllm/model_executor/layers/rotary_embedding/__init__.py": "_ROPE_DICT",
     "vllm/model_executor/models/registry.py": "_run_in_subprocess",
 }
 

@@ -52,6 +52,14 @@ def test_live_equals_fresh_in_bf16(tmp_path, family):
     sampler.check_sync()
 
 
+def test_an_earlier_engine_does_not_change_rotations(tmp_path):
+    """vLLM's GLM switches its rotary embedding from halves to pairs, also for later engines that would share it."""
+    for family in ("glm", "glm4_moe"):
+        sampler = engine(policy(tmp_path / family, family=family, tied=False), "bf16")
+        sampler.sync()
+        sampler.check_sync()
+
+
 def test_transformers_class_where_it_is_asked_for(tmp_path):
     """vLLM's own class is there, but `vllm_model_impl` says otherwise. The policy goes on as it was."""
     model = policy(tmp_path / "model", family="qwen3")

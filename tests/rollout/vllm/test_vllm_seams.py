@@ -156,6 +156,7 @@ NAMES = {
     # The same numbers for any batch (`exact_rollouts`)
     "vllm.model_executor.layers.layernorm": "RMSNorm",
     "vllm.model_executor.layers.layernorm:RMSNorm": "variance_epsilon weight",
+    "vllm.model_executor.layers.rotary_embedding": "_ROPE_DICT",
     "vllm.model_executor.layers.rotary_embedding.base": "RotaryEmbedding",
     f"{ROTARY}": "cos_sin_cache forward_cuda head_size is_neox_style rotary_dim",
     "vllm.v1.attention.backends.flash_attn": "FlashAttentionMetadataBuilder",

@@ -9,6 +9,9 @@ vLLM's changes, and the class itself gets back what it had.
 vLLM also has configs of its own for some families, such as Qwen3.5, and transformers then reads these by `AutoConfig`.
 transformers' models cannot be built from them, so transformers gets its own back. A config of a checkpoint's own code,
 which the run may trust, is never given to it: another checkpoint of that family would then run this code.
+
+Last, engines of one process share a rotary embedding where its sizes agree, and vLLM's GLM changes it for all of them.
+Here each engine starts with its own.
 """
 
 from collections.abc import Iterator
@@ -18,13 +21,14 @@ import transformers
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT
 
 
 @contextmanager
 def keeping_classes(policy: nn.Module) -> Iterator[dict[type, type]]:
     """
-    Context in which vLLM starts. On exit the classes of the policy's models have their bases and attributes back, and
-    transformers reads configs of their families with its own classes.
+    Context in which vLLM starts, with new rotary embeddings. On exit the classes of the policy's models have their
+    bases and attributes back, and transformers reads configs of their families with its own classes.
 
     Yields:
         `dict[type, type]`: Class that vLLM changed -> subclass with vLLM's changes. It is filled on exit.
@@ -33,6 +37,7 @@ def keeping_classes(policy: nn.Module) -> Iterator[dict[type, type]]:
     classes = {type(model) for model in models}
     before = {cls: (cls.__bases__, dict(vars(cls))) for cls in classes}
     changed: dict[type, type] = {}
+    _ROPE_DICT.clear()
     try:
         yield changed
     finally:
