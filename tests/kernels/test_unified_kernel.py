@@ -237,10 +237,10 @@ def test_the_next_layer_finds_the_codes(precision, device, monkeypatch):
 
 
 @on_devices
-@pytest.mark.parametrize("cols", [140, 4100])
-def test_columns_of_a_wider_matrix(cols, device):
+@pytest.mark.parametrize(("tokens", "cols"), [(9, 140), (2, 4100)])
+def test_columns_of_a_wider_matrix(tokens, cols, device):
     """Gate and up side by side, as one product writes them: the same as of matrices of their own."""
-    wide = torch.cat(gated(torch.bfloat16, (9, cols), device), 1)
+    wide = torch.cat(gated(torch.bfloat16, (tokens, cols), device), 1)
     halves = wide.split(cols, 1)
     assert not halves[1].is_contiguous()
     gate, up = (half.contiguous() for half in halves)

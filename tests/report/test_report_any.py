@@ -60,7 +60,7 @@ def reported(path: Path, files: dict[str, bytes]) -> Run | None:
 
 
 @given(st.dictionaries(st.sampled_from(FILES), contents, min_size=1))
-@settings(max_examples=400, **SETTINGS)
+@settings(max_examples=200, **SETTINGS)
 def test_any_files_are_reported_or_refused(tmp_path, files):
     reported(tmp_path, files)
 

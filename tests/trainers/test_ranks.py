@@ -42,21 +42,33 @@ LAUNCHES = {
         "fsdp2",
         [
             *EMBEDDED,
-            *PPO[::2],
+            *PPO[:1],
             *ASYNC,
-            *PACKED,
-            *MASKED,
-            *SHARDED,
+            *PACKED[1:],
+            *SHARDED[:2],
             SHARDED_EXPERTS,
             "fsdp2-int8-lora",
         ],
     ),
-    f"fsdp2{LONG}": ("fsdp2", ["unified-int8-full", "split-int8-lora", "gathered-bf16-lora"]),
+    f"fsdp2{LONG}": (
+        "fsdp2",
+        [*PPO[2:], *PACKED[:1], *MASKED, *SHARDED[2:], "unified-int8-full", "split-int8-lora", "gathered-bf16-lora"],
+    ),
     "zero2": ("zero2", [*TRAINED, *PACKED[:1]]),
     f"zero2{LONG}": ("zero2", ["zero2-int8-full"]),
     "zero3": ("zero3", [*PARTITIONED, "zero3-int8-full"]),
     f"zero3{LONG}": ("zero3", ["zero3-bf16-lora", "partitioned-bf16-full"]),
 }
+
+
+def launched(cases: list[str]) -> list:
+    """Each launch of each of `cases`, as the parameters of a test."""
+    return [
+        pytest.param(launch, case, id=f"{launch}-{case}", marks=[pytest.mark.long] if launch.endswith(LONG) else [])
+        for launch, (_, its_cases) in LAUNCHES.items()
+        for case in its_cases
+        if case in cases
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +100,7 @@ def test_a_sharded_policy_trains_as_the_whole(found, launch, case):
         assert updates == pytest.approx(expected, rel=1e-2)
 
 
-@pytest.mark.parametrize(
-    ("launch", "case"), [("ddp", PACKED[1]), *(("fsdp2", case) for case in PACKED), ("zero2", PACKED[0])]
-)
+@pytest.mark.parametrize(("launch", "case"), launched(PACKED))
 def test_packed_rows_train_as_padded_ones(found, launch, case):
     ranks = found(launch, case)
     assert all(rank["gap"] < 1e-4 for rank in ranks)
@@ -115,9 +125,7 @@ def on_one_rank(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize(
-    ("launch", "case"), [*(("ddp", case) for case in PPO), *(("fsdp2", case) for case in PPO[::2])]
-)
+@pytest.mark.parametrize(("launch", "case"), launched(PPO))
 def test_policy_and_critic_on_two_ranks_train_as_on_one(found, on_one_rank, launch, case):
     """
     Two updates on each of two generations, whose completions their prompts decide, each in two micro-batches. Resumed
@@ -125,7 +133,7 @@ def test_policy_and_critic_on_two_ranks_train_as_on_one(found, on_one_rank, laun
     """
     left, right = found(launch, case)
     assert left["weights"] == right["weights"] and left["resumed"] and right["resumed"]
-    assert left["sharded"] == right["sharded"] == (launch == "fsdp2" and not case.endswith("shared"))
+    assert left["sharded"] == right["sharded"] == (launch.startswith("fsdp2") and not case.endswith("shared"))
     one = on_one_rank(case)
     expected = ppo_ranks.sums(one)
     for part, names in left["weights"].items():
@@ -156,7 +164,7 @@ def test_asynchronous_samples_train_as_on_one_rank(found, tmp_path, launch, case
 
 @pytest.mark.parametrize("case", MASKED)
 def test_a_masked_diffusion_policy_has_the_same_masks_on_every_rank(found, case):
-    """Each rank's trainer and copy see the same rows; both ranks train one policy, and FSDP2 begins as DDP does."""
+    """Each rank's trainer and copy see the same rows, and both ranks train one policy."""
     ranks = found("ddp", case)
     for rank in ranks:
         rows = rank["rows"]
@@ -165,8 +173,12 @@ def test_a_masked_diffusion_policy_has_the_same_masks_on_every_rank(found, case)
         assert len(rank["log"]) == 4 and rank["log"][0]["mismatch/kl_k3"] > 0
     assert ranks[0]["rows"] != ranks[1]["rows"]
     assert ranks[0]["weights"] == ranks[1]["weights"]
-    sharded = found("fsdp2", case)
-    for whole, part in zip(ranks, sharded, strict=True):
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", MASKED)
+def test_a_masked_diffusion_policy_in_parts_begins_as_the_whole(found, case):
+    for whole, part in zip(found("ddp", case), found(f"fsdp2{LONG}", case), strict=True):
         assert part["rows"]["policy"] == {row: 2 * times for row, times in part["rows"]["copy"].items()}
         for name in ("reward", "mismatch/kl_k3", "ais/alpha"):
             assert part["log"][0][name] == pytest.approx(whole["log"][0][name], rel=1e-3)
@@ -242,10 +254,10 @@ def test_experts_in_the_numbers_that_sample_train_under_fsdp2_as_the_whole(found
     assert left["gap"] == 0 and left["plain_gap"] > 0.3
 
 
-@pytest.mark.parametrize("case", SHARDED)
-def test_codes_of_what_fsdp2_gathers(found, case):
+@pytest.mark.parametrize(("launch", "case"), launched(SHARDED))
+def test_codes_of_what_fsdp2_gathers(found, launch, case):
     """The engine gets the codes that the trainer computes with, also where these are of weights gathered in BF16."""
-    for result in found("fsdp2", case):
+    for result in found(launch, case):
         layers, products = result["layers"], result["products"]
         # q, k and v have one, and so have gate and up; blocks of 128 do not divide this k
         assert products == layers * (6 if "fp8_block" in case else 4) / 7
@@ -264,12 +276,7 @@ def test_codes_of_what_fsdp2_gathers(found, case):
 @pytest.mark.skipif(not find_spec("vllm"), reason="vLLM is not installed")
 @pytest.mark.parametrize(
     ("launch", "case"),
-    [
-        pytest.param(launch, case, id=case, marks=[pytest.mark.long] if launch.endswith(LONG) else [])
-        for launch, (_, cases) in LAUNCHES.items()
-        for case in cases
-        if case not in WITHOUT_VLLM
-    ],
+    launched([case for _, cases in LAUNCHES.values() for case in cases if case not in WITHOUT_VLLM]),
 )
 def test_engines_end_as_fresh_ones(found, launch, case):
     ranks = found(launch, case)
