@@ -47,6 +47,11 @@ LASTING_IN_VLLM = {
         "the engine",
         "tests/rollout/vllm/test_one_copy.py::test_one_memory",
     ),
+    ("rollout/vllm/own_class.py", "_ROPE_DICT"): (
+        "vLLM's table of rotary embeddings, emptied",
+        "the process",
+        "tests/rollout/vllm/test_vllm_families.py::test_an_earlier_engine_does_not_change_rotations",
+    ),
     ("rollout/vllm/own_class.py", "__class__"): (
         "the parts of vLLM's model that are transformers'",
         "the engine",
