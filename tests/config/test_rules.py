@@ -46,6 +46,7 @@ EXACT = {"train_precision": "int8", "exact_rollouts": True}
 LORA = {"peft_config": LoraConfig(target_modules=["q_proj"])}
 ZERO3 = {"deepspeed_plugin": SimpleNamespace(zero_stage=3)}
 THREAD = {**INT8, "use_vllm": False}
+PROXIMAL = {"proximal_pass": True, "weight_sync_steps": 2}
 ASYNC, GRPO, RLOO, PPO, DISTILLATION, DIFFUSION = (
     QuantAsyncGRPOConfig,
     QuantGRPOConfig,
@@ -249,11 +250,14 @@ CASES = {
         Case("do not carry their routing yet", ASYNC, THREAD | {"router_replay": True}),
         Case("no generations to carry completions between", ASYNC, THREAD | {"rollouts_in_flight": 2.0}),
         Case("needs advantages that are not standardized", ASYNC, {"is_correction": "ais"}),
+        Case("each sync is followed by one update", ASYNC, THREAD | {"proximal_pass": True}),
+        Case("proximal policy is the trained one", ASYNC, {"is_correction": "dppo"} | PROXIMAL),
+        Case("samples while nothing trains", ASYNC, assigned={"vllm_mode": "colocate"}),
         Case("`vllm_server_timeout`=9.0 acts only with `use_vllm=True`", ASYNC, THREAD | {"vllm_server_timeout": 9.0}),
         Case("`request_timeout`=9 acts only with TRL's worker", ASYNC, {**INT8, "request_timeout": 9}),
         Case("`reward_timeout`=9 acts only with rewards that", ASYNC, {"reward_timeout": 9}),
         Case("`vllm_group_port`=9 acts only with a server that", ASYNC, THREAD | {"vllm_group_port": 9}),
-        Case("under FSDP or DeepSpeed", ASYNC, INT8, assigned={"fsdp_plugin_args": {"fsdp_version": 2}}),
+        Case("under DeepSpeed", ASYNC, INT8, assigned={"deepspeed_plugin": SimpleNamespace(zero_stage=2)}),
         Case("nothing samples", ASYNC, {"use_vllm": False}),
         Case("with `rollout_worker`, which samples instead", ASYNC, INT8, others={"rollout_worker": print}),
         Case("samples single turns", ASYNC, THREAD, others={"tools": [print]}),
