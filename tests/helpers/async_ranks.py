@@ -34,8 +34,8 @@ def trained(case: str, path: Path, ranks: int = 1, resume: str | None = None):
     elif kind == "broken":
         trainer = asynchronous(path, model=model, max_steps=20, rewards=breaks_later(), **settings)
     else:
-        rows = dataset(1).select([0] * 32)  # which groups are trained on, a clock decides
-        given = {"rewards": spread, "data": rows, "rollout_precision": kind}
+        # One prompt, because a clock decides which groups are too old
+        given = {"rewards": spread, "data": dataset(1), "rollout_precision": kind}
         trainer = asynchronous(path, model=model, **given, **settings | THREADS[tuning])
         draw_chosen(trainer)
     trainer.begun = sums_of(whole(trainer.model))
