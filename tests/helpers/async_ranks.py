@@ -85,7 +85,7 @@ def log(trainer) -> list[dict]:
     kept = ("loss", "rollouts/age", "rollouts/age_max", "mismatch/kl_k3", "entropy", "batch/samples_per_step", "reward")
     kept += ("mismatch/by_age/0", "mismatch/by_age/2", "ais/alpha", "ratio", "mismatch/rescued_fraction")
     history = [entry for entry in trainer.state.log_history if "rollouts/age" in entry]
-    return [{name: entry.get(name) for name in kept} for entry in history]
+    return [{name: entry[name] for name in kept if name in entry} for entry in history]
 
 
 def train(case: str, path: Path) -> dict:
