@@ -8,19 +8,19 @@ from ppo_ranks import sums_of, whole
 
 
 SETTINGS = {"max_grad_norm": 0.0, "adam_epsilon": 1.0, "learning_rate": 0.1, "max_staleness": 4}
-# What is trained with an engine in a thread: samples of one version, weighed by the statistics of all ranks, or those
-# of two updates a sync
+# What is trained with an engine in a thread: samples of one version, weighed by the statistics of all ranks; or an
+# adapter, on samples of two updates a sync
 FRESH = {"max_staleness": 0, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
 THREADS = {
     "full": FRESH | {"is_correction": "ais"},
-    "proximal": FRESH | {"is_correction": "acr", "proximal_pass": True, "weight_sync_steps": 2, "save_steps": 3},
+    "lora": FRESH | {"is_correction": "acr", "proximal_pass": True, "weight_sync_steps": 2, "save_steps": 3},
 }
 
 
 def trained(case: str, path: Path, ranks: int = 1, resume: str | None = None):
     """A training of a case, "async-", a correction or a precision, and a tuning, on eight samples an update."""
     from asynchronous import asynchronous, given_samples
-    from training import dataset, spread
+    from training import dataset, lora, spread
 
     _, kind, tuning = case.split("-")
     settings, model = SETTINGS | {"per_device_train_batch_size": 8 // ranks}, str(path.parent / "model")
@@ -36,6 +36,7 @@ def trained(case: str, path: Path, ranks: int = 1, resume: str | None = None):
     else:
         # One prompt, because a clock decides which groups are too old
         given = {"rewards": spread, "data": dataset(1), "rollout_precision": kind}
+        given |= {"peft_config": lora()} if tuning == "lora" else {}
         trainer = asynchronous(path, model=model, **given, **settings | THREADS[tuning])
         draw_chosen(trainer)
     trainer.begun = sums_of(whole(trainer.model))
