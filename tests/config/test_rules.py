@@ -306,6 +306,7 @@ CASES = {
         Case("`lora_sync`='adapter' acts only with a `rollout_precision`", fields={"lora_sync": "adapter"}),
         Case("VLLM_USE_DEEP_GEMM_E8M0=0", fields=SERVER | {"rollout_precision": None, "train_precision": "fp8_block"}),
         Case("acts only with vLLM, and `use_vllm=False`", fields={**INT8, "vllm_max_model_length": 600}),
+        Case("`sync_check_steps`=9 acts only with vLLM", ASYNC, THREAD | {"sync_check_steps": 9}),
         Case("acts only with transformers' `generate`", fields={**VLLM, "cache_implementation": "static"}),
         Case("`vllm_model_impl`='vlm' is unknown", fields={**VLLM, "vllm_model_impl": "vlm"}),
         Case("leaves no room for a prompt", fields={**VLLM, "vllm_max_model_length": 512}),
@@ -596,9 +597,13 @@ def real(values: dict[str, str]) -> str | None:
     """Builds the config of these values as a user does, and returns what is said against it."""
     chosen = {name: value for idea in IDEAS for name, value in IDEAS[idea][values[idea]].items()}
     adapted = chosen.pop("is_adapted")
+    config_class = chosen.pop("config_class")
+    constants = {name: chosen.pop(name) for name in {*chosen} - {*config_class.__dataclass_fields__}}
     try:
-        args = build(chosen.pop("config_class"), **chosen)
+        args = build(config_class, **chosen)
+        vars(args).update(constants)
         args.resolve_for(adapted=adapted)
+        check_what("fields", Given(args))
         check_what("arguments", Given(args, "policy", LORA if adapted else {}))
     except ValueError as refused:
         return str(refused)
