@@ -7,7 +7,7 @@ A config is built with the rule under test alone, so that a case cannot pass bec
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import combinations, product
 from types import SimpleNamespace
 
@@ -598,7 +598,7 @@ def real(values: dict[str, str]) -> str | None:
     chosen = {name: value for idea in IDEAS for name, value in IDEAS[idea][values[idea]].items()}
     adapted = chosen.pop("is_adapted")
     config_class = chosen.pop("config_class")
-    constants = {name: chosen.pop(name) for name in {*chosen} - {*config_class.__dataclass_fields__}}
+    constants = {name: chosen.pop(name) for name in {*chosen} - {f.name for f in fields(config_class)}}
     try:
         args = build(config_class, **chosen)
         vars(args).update(constants)
