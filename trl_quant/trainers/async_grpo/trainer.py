@@ -5,7 +5,7 @@ import logging
 import time
 from contextlib import AbstractContextManager, ExitStack
 
-from accelerate.utils import is_peft_model
+from accelerate.utils import is_peft_model, send_to_device
 from datasets import Dataset
 from torch import Tensor
 from trl.experimental.async_grpo import AsyncGRPOTrainer
@@ -177,7 +177,8 @@ class QuantAsyncGRPOTrainer(QuantPrecision, TRLsArguments):
     def scores(self, batch: dict[str, Tensor]) -> Tensor:
         """Returns the log-probabilities of a micro-batch's trained tokens under the policy as it is now, (1, M)."""
         with disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
-            return self.correction.scores(super().compute_loss, self.model_wrapped, self._prepare_inputs(batch))
+            inputs = send_to_device(batch, self.accelerator.device)
+            return self.correction.scores(super().compute_loss, self.model_wrapped, inputs)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         given = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
