@@ -21,11 +21,12 @@ def config_for(trainer, model, args) -> QuantFields:
     checked here.
 
     Raises:
-        `ValueError`: The config, its correction or its way of sampling does not fit the trainer's class.
+        `ValueError`: The config, its correction or its way of sampling does not fit the trainer's class, or the policy
+            is no model and no name of one.
     """
-    kind = trainer.config_class
+    kind, name = trainer.config_class, name_of(model)
     if args is None:
-        args = kind(f"{name_of(model).split('/')[-1]}-{kind.trl_config.__name__.removesuffix('Config')}")
+        args = kind(f"{name.split('/')[-1]}-{kind.trl_config.__name__.removesuffix('Config')}")
     elif not (isinstance(args, QuantFields) and isinstance(args, kind.trl_config)):
         args = kind.from_trl(args)
     args.check_assigned()
