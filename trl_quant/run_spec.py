@@ -55,7 +55,7 @@ _OPTIONS = {
     "embedded": _OF_GENERATE,
     "shared": _OF_GENERATE,
     "colocate": (*_EVERY_ENGINE, "sync_check_steps", "engine_kwargs", *_IN_PROCESS),
-    "server": (*_EVERY_ENGINE, "sync_check_steps", "request_timeout"),
+    "server": (*_EVERY_ENGINE, "sync_check_steps", "request_timeout", "main_samples"),
     "diffusion": (*_EVERY_ENGINE, *_OF_DENOISING),
     "shared_diffusion": (*_EVERY_ENGINE, *_OF_DENOISING),
 }
@@ -91,6 +91,8 @@ class EngineSpec:
             Whether the engine returns what `top_p`, `top_k` and `min_p` left to draw each token from.
         request_timeout (`float`, *optional*):
             Seconds that a server may take to answer; `None` for no limit.
+        main_samples (`bool`, *optional*, defaults to `False`):
+            Whether the main process alone asks a server for samples.
         cache_implementation (`str`, *optional*):
             The class of KV cache that an embedded engine samples with, by transformers' name.
         block_length, tokens_per_step (`int`, *optional*, defaults to `0`):
@@ -117,6 +119,7 @@ class EngineSpec:
     returns_routing: bool = False
     returns_kept: bool = False
     request_timeout: float | None = None
+    main_samples: bool = False
     cache_implementation: str | None = None
     block_length: int = 0
     tokens_per_step: int = 0
@@ -155,6 +158,7 @@ class EngineSpec:
             returns_kept=config.truncation_replay
             or (config.truncation_replay is None and config.has_rewards and kind not in VLLM_MODES),
             request_timeout=config.vllm_request_timeout,
+            main_samples=config.is_asynchronous,
             cache_implementation=config.cache_implementation,
             **schedule,
         )

@@ -7,7 +7,7 @@ A config is built with the rule under test alone, so that a case cannot pass bec
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import combinations, product
 from types import SimpleNamespace
 
@@ -46,6 +46,7 @@ EXACT = {"train_precision": "int8", "exact_rollouts": True}
 LORA = {"peft_config": LoraConfig(target_modules=["q_proj"])}
 ZERO3 = {"deepspeed_plugin": SimpleNamespace(zero_stage=3)}
 THREAD = {**INT8, "use_vllm": False}
+PROXIMAL = {"proximal_pass": True, "weight_sync_steps": 2}
 ASYNC, GRPO, RLOO, PPO, DISTILLATION, DIFFUSION = (
     QuantAsyncGRPOConfig,
     QuantGRPOConfig,
@@ -249,11 +250,14 @@ CASES = {
         Case("do not carry their routing yet", ASYNC, THREAD | {"router_replay": True}),
         Case("no generations to carry completions between", ASYNC, THREAD | {"rollouts_in_flight": 2.0}),
         Case("needs advantages that are not standardized", ASYNC, {"is_correction": "ais"}),
+        Case("each sync is followed by one update", ASYNC, THREAD | {"proximal_pass": True}),
+        Case("proximal policy is the trained one", ASYNC, {"is_correction": "dppo"} | PROXIMAL),
+        Case("samples while nothing trains", ASYNC, assigned={"vllm_mode": "colocate"}),
         Case("`vllm_server_timeout`=9.0 acts only with `use_vllm=True`", ASYNC, THREAD | {"vllm_server_timeout": 9.0}),
         Case("`request_timeout`=9 acts only with TRL's worker", ASYNC, {**INT8, "request_timeout": 9}),
         Case("`reward_timeout`=9 acts only with rewards that", ASYNC, {"reward_timeout": 9}),
         Case("`vllm_group_port`=9 acts only with a server that", ASYNC, THREAD | {"vllm_group_port": 9}),
-        Case("under FSDP or DeepSpeed", ASYNC, INT8, assigned={"fsdp_plugin_args": {"fsdp_version": 2}}),
+        Case("under DeepSpeed", ASYNC, INT8, assigned={"deepspeed_plugin": SimpleNamespace(zero_stage=2)}),
         Case("nothing samples", ASYNC, {"use_vllm": False}),
         Case("with `rollout_worker`, which samples instead", ASYNC, INT8, others={"rollout_worker": print}),
         Case("samples single turns", ASYNC, THREAD, others={"tools": [print]}),
@@ -302,6 +306,7 @@ CASES = {
         Case("`lora_sync`='adapter' acts only with a `rollout_precision`", fields={"lora_sync": "adapter"}),
         Case("VLLM_USE_DEEP_GEMM_E8M0=0", fields=SERVER | {"rollout_precision": None, "train_precision": "fp8_block"}),
         Case("acts only with vLLM, and `use_vllm=False`", fields={**INT8, "vllm_max_model_length": 600}),
+        Case("`sync_check_steps`=9 acts only with vLLM", ASYNC, THREAD | {"sync_check_steps": 9}),
         Case("acts only with transformers' `generate`", fields={**VLLM, "cache_implementation": "static"}),
         Case("`vllm_model_impl`='vlm' is unknown", fields={**VLLM, "vllm_model_impl": "vlm"}),
         Case("leaves no room for a prompt", fields={**VLLM, "vllm_max_model_length": 512}),
@@ -592,9 +597,13 @@ def real(values: dict[str, str]) -> str | None:
     """Builds the config of these values as a user does, and returns what is said against it."""
     chosen = {name: value for idea in IDEAS for name, value in IDEAS[idea][values[idea]].items()}
     adapted = chosen.pop("is_adapted")
+    config_class = chosen.pop("config_class")
+    constants = {name: chosen.pop(name) for name in {*chosen} - {f.name for f in fields(config_class)}}
     try:
-        args = build(chosen.pop("config_class"), **chosen)
+        args = build(config_class, **chosen)
+        vars(args).update(constants)
         args.resolve_for(adapted=adapted)
+        check_what("fields", Given(args))
         check_what("arguments", Given(args, "policy", LORA if adapted else {}))
     except ValueError as refused:
         return str(refused)

@@ -93,10 +93,13 @@ def asynchronous(path, samples=None, kind=QuantAsyncGRPOTrainer, model=None, rew
 
 def policy_gradient(trainer) -> torch.Tensor:
     """The gradient of the next micro-batch's loss, flat."""
+    return gradient_of_batch(trainer, next(iter(trainer.get_train_dataloader())))
+
+
+def gradient_of_batch(trainer, batch) -> torch.Tensor:
     trainer.model.zero_grad()
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
-    batch = next(iter(trainer.get_train_dataloader()))
     trainer.compute_loss(trainer.model, batch).backward()
     return torch.cat([param.grad.flatten() for param in trainer.model.parameters() if param.grad is not None]).double()
 

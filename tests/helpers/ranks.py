@@ -315,7 +315,7 @@ def run(path: Path, case: str) -> None:
     elif mode == "async":
         from async_ranks import train
 
-        found = train(precision, path / case)
+        found = train(case, path / case)
     elif mode == "passes":
         found = train_in_passes(precision, tuning, path / case)
     elif mode == "packed":

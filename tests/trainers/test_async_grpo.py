@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import reference
 import torch
-from asynchronous import asynchronous, given_samples, logps_of, policy_gradient
+from asynchronous import asynchronous, given_samples, gradient_of_batch, logps_of, policy_gradient
 from tiny import tiny_model
 from training import assert_same_run, generation, gradient_of, parameters, trainer_for
 from trl.experimental.async_grpo import AsyncGRPOTrainer
@@ -48,13 +48,13 @@ def padded(rows) -> torch.Tensor:
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
 
-def slow_gradient(trainer, samples, name, **hyperparameters) -> torch.Tensor:
-    """The gradient of the paper's objective, token by token, with the policy itself as the proximal one."""
+def slow_gradient(trainer, samples, name, old=None, **hyperparameters) -> torch.Tensor:
+    """The gradient of the paper's objective, token by token, by default with the policy itself as the proximal one."""
     logps = padded(logps_of(trainer, samples))
     mask = padded([torch.ones(int(sample.completion_mask.sum())) for sample in samples])
     sampled = [torch.tensor(s.old_log_probs[s.completion_mask > 0]) for s in samples]
     advantages = torch.tensor([sample.advantage for sample in samples])
-    old = logps.detach()
+    old = logps.detach() if old is None else padded(old)
     given = (old, padded(sampled), advantages, mask)
     if name in reference.DROPS or name == "cis":
         value = sum_of_weighted(name, logps, *given, **hyperparameters)
@@ -155,6 +155,51 @@ def as_samples(batch) -> list:
         sample.old_log_probs = torch.tensor([0.0] * len(prompt) + [*logps]).numpy()
         sample.advantage = batch["advantages"][i].item()
     return samples
+
+
+PROXIMAL = [name for name in FREE if not CORRECTIONS[name].every_update]
+
+
+@pytest.mark.parametrize("name", [*PROXIMAL, "ais"])
+def test_a_proximal_pass_keeps_the_policy_of_the_sync(tmp_path, name):
+    """Two updates between two syncs: in the second, R compares with the policy that both were scored with."""
+    fields = reference.ACTING.get(name, {})
+    given = {"proximal_pass": True, "weight_sync_steps": 2, "is_correction": name, "use_vllm": False, **fields}
+    trainer, samples = asynchronous(tmp_path, **given), given_samples(4)
+    near(trainer, samples)
+    for sample in samples:
+        trainer.rollout_queue.put(sample)
+    trainer.model_version = 1
+    batches = iter(trainer.get_train_dataloader())
+    synced = [logps.detach() for logps in logps_of(trainer, samples)]
+    first, logged = next(batches), trainer._metrics["train"]
+    assert not trainer.rollout_queue.qsize() and trainer._trained_groups == {0, 1} and len(logged["rollouts/age"]) == 1
+    found, hyperparameters = gradient_of_batch(trainer, first), reference.hyperparameters(name, fields)
+    expected = slow_gradient(trainer, samples[:8], name, **hyperparameters)
+    assert logged["ratio"] == [1.0] and (found - expected).norm() < 1e-4 * expected.norm()
+
+    generator = torch.Generator().manual_seed(0)
+    for param in trainer.model.parameters():
+        param.data.add_(0.02 * torch.randn(param.shape, generator=generator))
+    found = gradient_of_batch(trainer, next(batches))
+    assert trainer._trained_groups == {0, 1, 2, 3} and len(logged["rollouts/age"]) == 2
+    expected = slow_gradient(trainer, samples[8:], name, old=synced[8:], **hyperparameters)
+    assert (found - expected).norm() < 1e-4 * expected.norm()
+    own = slow_gradient(trainer, samples[8:], name, **hyperparameters)
+    assert (found - own).norm() > 0.1 * own.norm()
+    assert logged["clip_ratio/region_mean"][1] > 0.1 and abs(logged["ratio"][1] - 1) > 1e-3
+    if name == "acr":
+        assert logged["mismatch/rescued_fraction"][1] > 0
+
+
+@pytest.mark.parametrize(("step", "max_steps", "updates"), [(0, 9, 3), (1, 9, 2), (3, 4, 1)])
+def test_a_proximal_pass_takes_what_is_trained_on_until_the_next_sync(tmp_path, step, max_steps, updates):
+    """A run that resumes between two syncs begins with one, and the last updates need no more than they train on."""
+    settings = {"proximal_pass": True, "weight_sync_steps": 3, "gradient_accumulation_steps": 2, "max_steps": max_steps}
+    trainer = asynchronous(tmp_path, given_samples(16), is_correction="tis", per_device_train_batch_size=4, **settings)
+    trainer.model_version, trainer.state.global_step = 1, step
+    next(iter(trainer.get_train_dataloader()))
+    assert trainer.rollout_queue.qsize() == 64 - 8 * updates
 
 
 def test_a_sampler_that_is_the_policy_weighs_nothing(tmp_path):

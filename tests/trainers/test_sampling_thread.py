@@ -231,6 +231,15 @@ def test_noise_is_drawn_for_each_version(tmp_path):
     assert apart[0] < 0.02 < 0.03 < min(apart[2:4])
 
 
+def test_a_proximal_pass_acts_in_every_second_update(tmp_path):
+    """The thread samples for both, though samples of the sync before are too old for either."""
+    settings = {"proximal_pass": True, "weight_sync_steps": 2, "max_staleness": 0, "learning_rate": 1e-2}
+    trainer = asynchronous(tmp_path, max_steps=4, **settings)
+    trainer.train()
+    assert [ratio == 1 for ratio in logged(trainer, "ratio")] == [True, False, True, False]
+    assert trainer.model_version == 3 and logged(trainer, "rollouts/age_max") == [0] * 4
+
+
 def test_a_run_resumes_behind_what_it_has_trained_on(tmp_path, caplog):
     saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     first = asynchronous(tmp_path / "run", model=None, **saving) if (tmp_path / "run").mkdir() is None else None

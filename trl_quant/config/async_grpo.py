@@ -21,6 +21,13 @@ class AsynchronousFields:
     vllm_group_port: int = 51216
     """Port over which a server gets weights in the `rollout_precision`. Each run on a machine needs one of its own."""
 
+    proximal_pass: bool = False
+    """Whether the policy of the last sync is the proximal one of all updates until the next (decoupled PPO). Their
+    samples are taken together after the sync, and one more forward pass scores them. Then w compares that policy with
+    the sampler, and TRL's clip bounds act on the ratio R of the trained policy to it. Needs `weight_sync_steps` above
+    1. If not set, each update's own policy is the proximal one, and R is 1.
+    """
+
 
 ASYNCHRONOUS = {"what samples while the policy trains": explain(AsynchronousFields)}
 
@@ -57,13 +64,13 @@ class QuantAsyncGRPOConfig(AsynchronousFields, QuantFields, AsyncGRPOConfig):
 
     @property
     def steps_per_generation(self) -> int:
-        """Micro-batches of a generation. What samples are trained on together is one optimizer step's."""
-        return self.gradient_accumulation_steps
+        """Micro-batches of a generation: what is taken off the queue together."""
+        return self.gradient_accumulation_steps * (self.weight_sync_steps if self.proximal_pass else 1)
 
     @property
     def generation_batch_size(self) -> int:
-        """Samples of an optimizer step, on all ranks together; with a `token_budget`, about as many."""
-        return self.per_device_train_batch_size * self.world_size * self.gradient_accumulation_steps
+        """Samples of a generation, on all ranks together; with a `token_budget`, about as many."""
+        return self.per_device_train_batch_size * self.world_size * self.steps_per_generation
 
     @property
     def is_left_to_trl(self) -> bool:

@@ -41,7 +41,8 @@ def _check_trained_on(args, train_dataset, environments) -> None:
         )
     _check_rows("train_dataset", args, train_dataset, environments)
     prompts = args.generation_batch_size // args.num_generations
-    if isinstance(train_dataset, Dataset) and len(train_dataset) < prompts:
+    reads_again = args.is_asynchronous  # from the beginning, also inside of a generation
+    if isinstance(train_dataset, Dataset) and len(train_dataset) < prompts and not reads_again:
         raise ValueError(
             f"`train_dataset` has {len(train_dataset)} prompts, fewer than one generation takes, {prompts} "
             f"(`generation_batch_size`={args.generation_batch_size} / `num_generations`={args.num_generations}): "

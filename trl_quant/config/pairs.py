@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from peft import LoraConfig
 
 from ..precisions import PRECISIONS, train_precisions
+from .async_grpo import QuantAsyncGRPOConfig
 from .checks import RULES
 from .diffusion import DiffusionGRPOConfig
 from .distillation import QuantDistillationConfig
@@ -40,6 +41,7 @@ IDEAS: dict[str, dict[str, dict]] = {
         "PPO": {"config_class": QuantPPOConfig},
         "distillation": {"config_class": QuantDistillationConfig},
         "masked diffusion": {"config_class": DiffusionGRPOConfig},
+        "asynchronous GRPO": {"config_class": QuantAsyncGRPOConfig},
     },
     "engine": {
         "embedded": {"use_vllm": False},

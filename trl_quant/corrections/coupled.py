@@ -28,6 +28,7 @@ class Coupled(Correction):
     """The weight is 1. `rollout_logps` replaces `old_logps`, except on tokens that the sampler did not score."""
 
     has_levels: ClassVar[bool] = False
+    clips_sampler: ClassVar[bool] = True
     unfit_for_few_bits: ClassVar[bool] = True
 
     def __call__(self, inputs: CorrectionInputs) -> CorrectionOutput:

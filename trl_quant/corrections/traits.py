@@ -18,6 +18,7 @@ class Correction:
         has_levels (`bool`): Its weights at the level of sequences differ from those of tokens.
         weighs_prefixes (`bool`): It maps one ratio to one weight, so it can also weigh the prefix before a token.
         moves_clip_bounds (`bool`): It sets clip bounds for each token, so it needs a loss that clips `R`.
+        clips_sampler (`bool`): Its proximal policy is the sampler: `R` is the policy's ratio to the sampler.
         ignores_sampler (`bool`): It leaves GRPO's loss as if the policy itself had sampled.
         applied_by_trl (`bool`): TRL computes and applies its weights; here it is only measured.
         unfit_for_few_bits (`bool`): It loses what a run learns where the sampler has 4 bits, in the study's runs.
@@ -32,6 +33,7 @@ class Correction:
     has_levels: ClassVar[bool] = True
     weighs_prefixes: ClassVar[bool] = False
     moves_clip_bounds: ClassVar[bool] = False
+    clips_sampler: ClassVar[bool] = False
     ignores_sampler: ClassVar[bool] = False
     applied_by_trl: ClassVar[bool] = False
     unfit_for_few_bits: ClassVar[bool] = False

@@ -28,20 +28,22 @@ def joined_answers(by_rank: list[str | None]) -> str:
 @contextmanager
 def on_every_rank() -> Iterator[None]:
     """
-    Context that raises one rank's `ValueError` or `OSError` on all ranks, which would otherwise wait for that rank. The
-    others raise `ValueError`. All ranks must call it.
+    Context that raises one rank's `ValueError`, `OSError` or `RuntimeError` on all ranks, which would otherwise wait
+    for that rank. The others raise `RuntimeError` for the last kind, else `ValueError`. All ranks must call it, and
+    inside of it none waits for another.
     """
     fault = None
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         fault = error
-    faults = gather_object([fault and str(fault)])
+    faults = gather_object([fault and (isinstance(fault, RuntimeError), str(fault))])
     if fault is not None:
         raise fault
     for rank, other in enumerate(faults):
         if other is not None:
-            raise ValueError(f"Rank {rank}: {other}")
+            is_runtimes, message = other
+            raise (RuntimeError if is_runtimes else ValueError)(f"Rank {rank}: {message}")
 
 
 def check_same_settings(args, model, peft_config=None, train_dataset=None, reward_funcs=None, **others) -> None:

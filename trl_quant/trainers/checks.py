@@ -5,6 +5,8 @@ import logging
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.nn import Dropout, Module
 
+from ..config.fields import QuantFields
+from ..config.given import name_of
 from ..config.lengths import Context, check_fits, context_of
 from ..storage.adapter import NAME, active_adapters
 
@@ -12,12 +14,27 @@ from ..storage.adapter import NAME, active_adapters
 logger = logging.getLogger(__name__)
 
 
-def check_method(trainer, args) -> None:
+def config_for(trainer, model, args) -> QuantFields:
     """
-    Raises `ValueError` if a config's correction or way of sampling does not fit the trainer's class. Fields that were
-    assigned after the config was built are checked here.
+    Returns the configuration of a trainer: `args`, TRL's config with defaults for the fields of this package, or for
+    `None` the defaults, with a directory of the model's name. Fields that were assigned after the config was built are
+    checked here.
+
+    Raises:
+        `ValueError`: The config, its correction or its way of sampling does not fit the trainer's class, or the policy
+            is no model and no name of one.
     """
+    kind, name = trainer.config_class, name_of(model)
+    if args is None:
+        args = kind(f"{name.split('/')[-1]}-{kind.trl_config.__name__.removesuffix('Config')}")
+    elif not (isinstance(args, QuantFields) and isinstance(args, kind.trl_config)):
+        args = kind.from_trl(args)
     args.check_assigned()
+    _check_method(trainer, args)
+    return args
+
+
+def _check_method(trainer, args) -> None:
     method = trainer.config_class.__dataclass_fields__["is_correction"].default
     if method is not None and args.is_correction != method:
         raise ValueError(

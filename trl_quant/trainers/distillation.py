@@ -32,12 +32,12 @@ from torch import Tensor
 from trl import DistillationTrainer
 
 from ..config import QuantDistillationConfig
-from ..config.given import name_of, vocabulary_sizes
+from ..config.given import vocabulary_sizes
 from ..corrections.batch import counted
 from ..policy.frozen import loading_teacher
 from ..policy.vocabulary import cut_vocabulary
 from ..trl_seams import divergences_by, loaded_by
-from .checks import check_method
+from .checks import config_for
 from .introduction import PACKAGE_TAG
 from .recorded import RecordedRollouts, RecordedStep
 
@@ -137,12 +137,7 @@ class QuantDistillationTrainer(RecordedRollouts, DistillationTrainer):
         peft_config=None,
         tools=None,
     ):
-        name = name_of(model)
-        if args is None:
-            args = self.config_class(f"{name.split('/')[-1]}-Distillation")
-        elif not isinstance(args, QuantDistillationConfig):
-            args = self.config_class.from_trl(args)
-        check_method(self, args)
+        args = config_for(self, model, args)
         correction = args.correction()
         self.correction_step = DistillationCorrectionStep(self, correction, level="prefix", same_bits=False)
         self._given = {"student": model, "teacher": teacher_model}

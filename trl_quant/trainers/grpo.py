@@ -3,10 +3,9 @@
 from trl import GRPOTrainer
 
 from ..config import AISGRPOConfig, QuantGRPOConfig
-from ..config.given import name_of
 from ..corrections.batch import counted
 from ..rollout.sampling_options import biasing_options
-from .checks import check_method
+from .checks import config_for
 from .correction_step import CorrectionStep, scores_in_one_pass
 from .introduction import PACKAGE_TAG
 from .sampling import QuantSampling
@@ -58,12 +57,7 @@ class QuantGRPOTrainer(QuantSampling, GRPOTrainer):
         rollout_func=None,
         environment_factory=None,
     ):
-        name = name_of(model)
-        if args is None:
-            args = self.config_class(f"{name.split('/')[-1]}-GRPO")
-        elif not isinstance(args, QuantGRPOConfig):
-            args = self.config_class.from_trl(args)
-        check_method(self, args)
+        args = config_for(self, model, args)
         correction = args.correction()
         self.one_pass = scores_in_one_pass(correction, args.one_update_per_generation)
         same_bits = args.samples_same_bits and not biasing_options(args)

@@ -26,9 +26,8 @@ from torch import Tensor
 from trl import RLOOTrainer
 
 from ..config import QuantRLOOConfig
-from ..config.given import name_of
 from ..rollout.sampling_options import biasing_options
-from .checks import check_method
+from .checks import config_for
 from .correction_step import scores_in_one_pass
 from .introduction import PACKAGE_TAG
 from .recorded import RecordedRollouts, RecordedStep
@@ -159,12 +158,7 @@ class QuantRLOOTrainer(RecordedRollouts, RLOOTrainer):
         quantization_config=None,
         peft_config=None,
     ):
-        name = name_of(model)
-        if args is None:
-            args = self.config_class(f"{name.split('/')[-1]}-RLOO")
-        elif not isinstance(args, QuantRLOOConfig):
-            args = self.config_class.from_trl(args)
-        check_method(self, args)
+        args = config_for(self, model, args)
         correction = args.correction()
         is_read_once = args.one_update_per_generation and not args.needs_reference
         self.one_pass = scores_in_one_pass(correction, is_read_once)

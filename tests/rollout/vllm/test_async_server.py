@@ -18,9 +18,10 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed")
 import file_transfer
 from asynchronous import asynchronous
+from ranks import on_two_ranks, results
 from servers import FILES, PROCESSED, WIDE, files_in_place_of_nccl, serve, wait_for
 from tiny import save_tiny
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 from urllib3.util.retry import Retry
 from vllm_engines import fresh, one_by_one, served
 
@@ -84,6 +85,20 @@ def test_live_equals_fresh_after_syncs_under_load(tmp_path, server):
     assert checked and all(entry["sync_check/logp_difference"] < entry["sync_check/bound"] for entry in checked)
     client = trainer.sampling_thread.engine.vllm_client
     assert served(client) == one_by_one(fresh(trainer.model, "int8", tmp_path / "fresh", **wide()))
+
+
+def test_live_equals_fresh_where_the_first_of_two_ranks_samples(tmp_path, server, monkeypatch):
+    """All ranks take part in a sync, and the first one's thread asks the server meanwhile."""
+    monkeypatch.setenv("SERVER", server.url)
+    monkeypatch.setenv("FILE_TRANSFER", f"{server.model}.pt")
+    (tmp_path / "model").symlink_to(server.model)
+    case = "async-server-full"
+    left, right = results(tmp_path, case, on_two_ranks("ddp", tmp_path, case))
+    assert (left["samples"], right["samples"]) == (True, False) and left["weights"] == right["weights"]
+    assert left["weights"] != left["start"] and len(left["log"]) == 4
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / case / "trained", dtype="auto")
+    client = beside(server, tmp_path, rollout_precision="int8", sync_check_steps=0).sampling_thread.engine.vllm_client
+    assert served(client) == one_by_one(fresh(trained, "int8", tmp_path / "fresh", **wide()))
 
 
 def mixed_versions(trainer) -> list:

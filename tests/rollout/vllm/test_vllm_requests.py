@@ -260,6 +260,15 @@ def test_a_server_is_asked_about_the_requests_of_all_ranks(served, monkeypatch):
         assert samples == Samples([[token, EOS]], [[0, -1]], [True]) and flags[-1] == [True, False, True]
 
 
+def test_the_main_process_alone_asks_a_server(served, monkeypatch):
+    """Beside a training, whose ranks meanwhile wait for each other elsewhere."""
+    served.vllm_client, served.main_samples = Apart(), True
+    for name in ("gather_object", "broadcast_object_list"):
+        monkeypatch.setattr(vllm_server, name, lambda *args, **given: pytest.fail("asked other ranks"))
+    samples = served.sample([Request([5, 6]), Request([1, 3])], lambda ended: False)
+    assert samples.token_ids == [[6, EOS], [3, EOS]]
+
+
 def test_a_server_goes_on_without_an_early_end(served):
     served.vllm_client = Apart()
     samples = served.sample([Request([9, 5], sampled=[7]), Request([6])])

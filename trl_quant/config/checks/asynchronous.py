@@ -18,10 +18,12 @@ def _samples(run: Given) -> bool:
     return run.args.is_asynchronous and run.spec.sampler is not None
 
 
-def _is_spread(run: Given) -> bool:
-    """Whether several processes train, or one that a library shards for several."""
-    args = run.args
-    return args.world_size > 1 or args.fsdp_version is not None or args.deepspeed_plugin is not None
+def _own_proximal(run: Given) -> str | None:
+    """Names the proximal policy of a correction that fixes it."""
+    kind = run.args.correction_class
+    if kind.applied_by_trl or kind.clips_sampler:
+        return "the sampler, as in TRL's loss"
+    return "the trained one at each update" if kind.every_update else None
 
 
 def _injected(run: Given) -> str:
@@ -67,6 +69,25 @@ RULES = (
         message="`is_correction`={args.is_correction!r} needs advantages that are not standardized, and TRL's worker "
         "has no switch for it. Set a `rollout_precision`, or use another correction.",
     ),
+    Rule(
+        ("proximal_pass",),
+        when=lambda run: run.args.proximal_pass and run.args.weight_sync_steps == 1,
+        message="`proximal_pass`=True with `weight_sync_steps`=1: each sync is followed by one update, whose policy is "
+        "the one that would score its samples, and R is 1 without it. Set `weight_sync_steps` above 1, or leave it "
+        "unset.",
+    ),
+    Rule(
+        ("proximal_pass", "is_correction"),
+        when=lambda run: run.args.proximal_pass and _own_proximal(run),
+        message="`proximal_pass`=True with `is_correction`={args.is_correction!r}, whose proximal policy is {found}. "
+        "Leave it unset, or use another correction.",
+    ),
+    Rule(
+        ("vllm_mode",),
+        when=lambda run: run.args.is_asynchronous and run.args.use_vllm and run.args.vllm_mode != "server",
+        message="`vllm_mode`={args.vllm_mode!r}: vLLM in the trainer's process samples while nothing trains. Start a "
+        "server for a trainer that samples while it trains, or set `use_vllm=False`.",
+    ),
     acts_only(
         OF_THE_SERVER,
         "`use_vllm=True`",
@@ -89,9 +110,9 @@ RULES = (
     ),
     Rule(
         ("rollout_precision",),
-        when=lambda run: _samples(run) and _is_spread(run),
-        message="`rollout_precision`={args.rollout_precision!r} on several processes, or under FSDP or DeepSpeed: a "
-        "thread of one process samples beside the training, and takes the weights from it alone. Use one process, or "
+        when=lambda run: _samples(run) and run.args.deepspeed_plugin is not None,
+        message="`rollout_precision`={args.rollout_precision!r} under DeepSpeed: TRL's asynchronous trainer multiplies "
+        "by the head's weight itself, of which ZeRO-3 holds parts, and ZeRO-2 was not tried. Use DDP or FSDP2, or "
         "leave `rollout_precision` unset.",
     ),
     Rule(

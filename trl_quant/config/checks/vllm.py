@@ -29,6 +29,7 @@ from .sampler import given_options
 
 MODEL_IMPLS = ("vllm", "transformers", "auto")
 COLOCATED_FIELDS = ("vllm_engine_kwargs", "vllm_sleep_level", "lora_sync")  # they act only on a colocated engine
+OF_ENGINES = (*COLOCATED_FIELDS, "sync_check_steps")
 BESIDE_DRAFTS = ("temperature", "top_p", "top_k")  # options that the check of speculative decoding computes
 OF_EXPERTS = {  # arguments that change how experts are held or computed, with the values that may be given
     "enable_eplb": (False,),
@@ -203,7 +204,7 @@ BESIDE_EXPERTS = {
 
 RULES = (
     acts_only(
-        (*COLOCATED_FIELDS, "sync_check_steps"),
+        OF_ENGINES,
         "a `rollout_precision`, which is not set",
         where=lambda run: run.spec.sampler is not None,
     ),
@@ -214,10 +215,13 @@ RULES = (
         "that it is given unless it was started with {found}, which cannot be seen from here. Use "
         "`vllm_mode='colocate'`, or another precision.",
     ),
-    acts_only(
-        ("vllm_structured_outputs_regex", "vllm_max_model_length", *COLOCATED_FIELDS, "sync_check_steps"),
-        "vLLM, and `use_vllm=False`",
-        where=lambda run: run.spec.sampler is None or run.args.use_vllm,
+    *(
+        acts_only(
+            names,
+            "vLLM, and `use_vllm=False`",
+            where=lambda run: run.spec.sampler is None or run.args.use_vllm,
+        )
+        for names in (("vllm_structured_outputs_regex", "vllm_max_model_length"), OF_ENGINES)
     ),
     acts_only(
         ("cache_implementation",),

@@ -49,11 +49,14 @@ class VLLMServerEngine(VLLMBase):
 
     Parameters:
         request_timeout (`float` or `None`, *optional*): Seconds that the server may take to answer a request.
+        main_samples (`bool`, *optional*, defaults to `False`):
+            Whether the main process alone calls `sample`, with all requests, as a trainer does that samples while it
+            trains. By default all ranks call it together, each with its own.
     """
 
-    def __init__(self, *args, request_timeout: float | None = None, **kwargs):
+    def __init__(self, *args, request_timeout: float | None = None, main_samples: bool = False, **kwargs):
         super().__init__(*args, **kwargs)
-        self.request_timeout = request_timeout
+        self.request_timeout, self.main_samples = request_timeout, main_samples
         # Facts that the server reports when the trainer connects
         self._cache: tuple = ()  # (vLLM's name of the KV cache's type, the model's config)
         self._limits = (0, 0)
@@ -237,13 +240,15 @@ class VLLMServerEngine(VLLMBase):
 
     def sample(self, requests: list[Request], enough: Enough | None = None) -> Samples:
         """
-        Samples one completion for each request. All ranks must call it: the first one sends the requests of all ranks
-        to the server, and asks its `enough` about all of them. The server samples the copies of a prompt together,
-        unless the call may end early or goes on with completions.
+        Samples one completion for each request. Unless `main_samples`, all ranks must call it: the first one sends the
+        requests of all ranks to the server, and asks its `enough` about all of them. The server samples the copies of a
+        prompt together, unless the call may end early or goes on with completions.
 
         Raises:
             `RuntimeError`: The server's answer cannot be used; see [`~client.Client.generate`].
         """
+        if self.main_samples:
+            return self._served(requests, enough)
         counts, everyones = gather_object([len(requests)]), gather_object(requests)
         result = [self._served(everyones, enough) if self.accelerator.is_main_process else None]
         broadcast_object_list(result, from_process=0)

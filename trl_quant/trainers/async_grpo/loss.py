@@ -5,11 +5,18 @@ TRL's loss clips the ratio of the trained policy to the sampler, over all M trai
 
     L = -mean_t min(R_t A_t, clip(R_t, 1 - e_lo, 1 + e_hi) A_t),    R_t = exp(logps_t - old_log_probs_t)
 
-With `coupled` that is the loss. Every other correction takes the policy at the moment of training as the proximal one.
-The loss's own forward pass computes it, so the value of R is 1, no clip acts, and the weight alone answers for the
-sampler's precision and for its age:
+With `coupled` that is the loss. Every other correction puts a proximal policy between the two, and a weight before A:
 
-    old_log_probs_t := logps_t, detached        A_t := w_t A_t        grad L = -mean_t w_t A_t grad logps_t
+    old_log_probs_t := proximal_t        A_t := w_t A_t,    w_t of exp(proximal_t - rollout_logps_t)
+
+| proximal policy | `proximal_t` | R |
+|---|---|---|
+| that of the update | `logps_t`, detached, of the loss's own forward pass | 1 |
+| with `proximal_pass`, that of the last sync | [`AsyncCorrection.scores`], after the sync | 1 in the first update |
+
+Where R is 1, no clip acts, and the weight alone answers for the sampler's precision and for its age:
+
+    grad L = -mean_t w_t A_t grad logps_t
 
 TRL reads `old_log_probs` and `advantages` before its forward pass. So [`Late`] takes their places: what TRL reads of it
 is a tensor that is filled when the forward pass has ended.
@@ -18,11 +25,15 @@ Weights of a sequence are those of a sample's trained tokens, and those that nee
 micro-batch of all ranks.
 """
 
+from contextlib import suppress
+
 import torch
 from torch import Tensor
 
+from ...corrections.acr import rescued
 from ...corrections.batch import corrected, sampling_metrics
 from ...corrections.traits import Correction
+from ...trl_seams import exchanged
 
 
 # TRL's metrics of a ratio whose value is 1
@@ -49,6 +60,10 @@ class Late:
         return self.read
 
 
+class HasScored(Exception):
+    """Leaves TRL's loss after its forward pass."""
+
+
 class AsyncCorrection:
     """
     The correction of an asynchronous trainer. It has no state between two losses.
@@ -61,6 +76,27 @@ class AsyncCorrection:
     def __init__(self, trainer, correction: Correction):
         self.trainer, self.correction = trainer, correction
 
+    @torch.no_grad()
+    def scores(self, compute, model, inputs: dict[str, Tensor]) -> Tensor:
+        """
+        Returns the log-probabilities, in nats, of a micro-batch's trained tokens under the policy as it is now, (1, M).
+        On padding they have no meaning. All ranks must call it.
+
+        Args:
+            compute (`Callable`): TRL's `compute_loss`, which makes the forward pass.
+            model: The policy.
+            inputs (`dict[str, torch.Tensor]`): The micro-batch of this rank.
+        """
+        found = []
+
+        def scored(**row):
+            found.append(model(**row).log_probs.flatten())
+            raise HasScored
+
+        with suppress(HasScored), self.trainer.compute_loss_context_manager():
+            compute(scored, inputs)
+        return found[0][inputs["token_index"].clamp(min=0)]
+
     def loss(self, compute, model, inputs: dict[str, Tensor], **given) -> Tensor:
         """
         Computes TRL's loss of a micro-batch, corrected, and logs the mismatch.
@@ -68,47 +104,53 @@ class AsyncCorrection:
         Args:
             compute (`Callable`): TRL's `compute_loss`.
             model: The policy.
-            inputs (`dict[str, torch.Tensor]`): The micro-batch of this rank, with `ages` (1, M).
+            inputs (`dict[str, torch.Tensor]`): The micro-batch of this rank, with `ages` (1, M) and, with
+                `proximal_pass`, their [`scores`] as `proximal` (1, M).
             given: TRL's further arguments.
         """
-        late = {name: Late(inputs[name]) for name in ("old_log_probs", "advantages")}
+        trainer, late = self.trainer, {name: Late(inputs[name]) for name in ("old_log_probs", "advantages")}
+        names = [name for name in ("token_index", "segment_id", "ages", "proximal") if name in inputs]
         selected = inputs["token_index"] >= 0
-        places, segments, ages = (inputs[name][selected] for name in ("token_index", "segment_id", "ages"))
-        changes_loss = False
+        tokens = {name: inputs[name][selected] for name in names}
 
         def scored(**row):
-            nonlocal changes_loss
             outputs = model(**row)
-            logps = outputs.log_probs.detach().flatten()[places]
-            changes_loss = self._fill(late, logps, segments, ages)
+            self._fill(late, outputs.log_probs.detach().flatten()[tokens["token_index"]], tokens)
             return outputs
 
-        loss = compute(scored, inputs | late, **given)
-        if changes_loss:
+        # `_fill` may set other bounds inside the context. Its exit restores these
+        with exchanged(trainer, epsilon_low=trainer.epsilon_low, epsilon_high=trainer.epsilon_high):
+            loss = compute(scored, inputs | late, **given)
+        if "proximal" not in inputs and not self.correction.clips_sampler:
             for name in OF_THE_RATIO:
-                self.trainer._metrics["train"].pop(name, None)
+                trainer._metrics["train"].pop(name, None)
         return loss
 
-    def _fill(self, late: dict[str, Late], logps: Tensor, segments: Tensor, ages: Tensor) -> bool:
-        """Writes what TRL's loss reads next, and logs. Returns whether the loss is another than TRL's."""
+    def _fill(self, late: dict[str, Late], logps: Tensor, tokens: dict[str, Tensor]) -> None:
+        """Writes what TRL's loss reads next, and logs. `logps` and `tokens` are of the trained tokens, (M,)."""
+        trainer, rows = self.trainer, Rows(tokens["segment_id"])
         sampled, advantages = (late[name].read for name in ("old_log_probs", "advantages"))
-        rows = Rows(segments)
+        proximal = tokens.get("proximal", logps).to(sampled.dtype)
         batch = {
             "sampling_per_token_logps": rows.padded(sampled),
-            "old_per_token_logps": rows.padded(logps.to(sampled.dtype)),
+            "old_per_token_logps": rows.padded(proximal),
             "advantages": rows.padded(advantages),
             "completion_mask": rows.padded(torch.ones_like(sampled)),
-            "ages": rows.padded(ages),
+            "ages": rows.padded(tokens["ages"]),
         }
         output = corrected(self.correction, batch, "token")
-        trainer = self.trainer
         trainer.log_values(output.metrics)
-        if output.old_logps is not None:  # the sampler is the proximal policy, as in TRL's loss
-            return False
+        if self.correction.clips_sampler:
+            return
         trainer.log_values(sampling_metrics(batch, output.weights, trainer.accelerator.gather))
-        sampled.copy_(logps)
+        if output.clip_high is not None:
+            clipped = batch | {"clip_high": output.clip_high}
+            share = rescued(rows.padded(logps), clipped, batch["completion_mask"], trainer.epsilon_high)
+            trainer.log_values({"mismatch/rescued_fraction": trainer.accelerator.gather(share).mean().item()})
+            low, high = rows.taken(output.clip_low), rows.taken(output.clip_high)
+            trainer.epsilon_low, trainer.epsilon_high = 1 - low, high - 1
+        sampled.copy_(proximal)
         advantages.mul_(rows.taken(output.weights))
-        return True
 
 
 class Rows:

@@ -3,7 +3,7 @@ The micro-batches of the asynchronous trainer, each made when the trainer asks f
 
 TRL hands its queue to a loader of accelerate's, which fetches one micro-batch ahead, and TRL's planner holds back the
 sample that did not fit. Both may be trained on after the next sync, one version older than when they were counted. Here
-the micro-batches of an update are made when it begins, and a sample is looked at again whenever it is taken:
+a micro-batch is made when it is trained on, and a sample is looked at again whenever it is taken:
 
     age of token t = version at the update - v(t),    a sample is dropped if one of its tokens is older than M
 
@@ -13,12 +13,18 @@ the micro-batches of an update are made when it begins, and a sample is looked a
 | `M` | `max_staleness` |
 
 Planning and packing are TRL's: [`MicroBatches`] gives its planner samples, and its collator what it has planned.
+
+With `proximal_pass`, those of all updates until the next sync are made together, when the first of these begins, and
+the policy, which is then the one that was synced, scores them:
+
+    sync | made, scored | update | update | sync | made, scored | update | update
 """
 
 import queue
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,8 +37,25 @@ from trl.experimental.async_grpo.async_grpo_trainer import (
 )
 from trl.trainer.utils import pad
 
+from ...runs.agreement import on_every_rank
+
 
 POLL = 0.5  # seconds to wait for a sample before the worker's health is looked at
+
+
+class Made(NamedTuple):
+    """
+    A micro-batch of all ranks, and what TRL's collator found out about it.
+
+    Attributes:
+        batch (`dict[str, torch.Tensor]`): Its tensors, with a row for each rank.
+        metrics (`dict[str, list]`): To be logged when it is trained on.
+        groups (`set[int]`): The groups of its samples.
+    """
+
+    batch: dict[str, Tensor]
+    metrics: dict[str, list]
+    groups: set[int]
 
 
 class MicroBatches:
@@ -49,41 +72,56 @@ class MicroBatches:
     """
 
     def __init__(self, trainer, budget: int):
-        self.trainer, self.wait_s, self.held = trainer, 0.0, deque()
+        self.trainer, self.wait_s, self.held, self.budget = trainer, 0.0, deque(), budget
         self.metrics = trainer._metrics["train"]
         self.processes = trainer.accelerator.num_processes
-        self.collate = DataCollatorForRollout(
-            trainer.processing_class.pad_token_id,
-            self.processes,
-            groups_trained=trainer._trained_groups,
-            metrics=self.metrics,
-            token_budget=budget,
-        )
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        accelerator = self.trainer.accelerator
+        trainer, rank = self.trainer, self.trainer.accelerator.process_index
         while True:
-            made = [self.made() if accelerator.is_main_process else None]
-            batch = broadcast_object_list(made)[0] if self.processes > 1 else made[0]
-            rank = accelerator.process_index
-            yield {name: values[rank : rank + 1] for name, values in batch.items()}
+            made = [self._made_by_first() for _ in range(self._together())]
+            batches = [{name: values[rank : rank + 1] for name, values in one.batch.items()} for one in made]
+            if trainer.args.proximal_pass:
+                for batch in batches:
+                    batch["proximal"] = trainer.scores(batch)
+            for batch, (_, metrics, groups) in zip(batches, made, strict=True):
+                for name, values in metrics.items():
+                    self.metrics[name] += values
+                trainer._trained_groups.update(groups)
+                yield batch
 
-    def made(self) -> dict[str, Tensor]:
+    def _together(self) -> int:
+        """Returns the number of micro-batches to make now."""
+        args, step = self.trainer.args, self.trainer.state.global_step
+        if not args.proximal_pass:
+            return 1
+        until_sync = args.weight_sync_steps - step % args.weight_sync_steps
+        return max(min(until_sync, args.max_steps - step), 1) * args.gradient_accumulation_steps
+
+    def _made_by_first(self) -> Made:
+        """Returns the next micro-batch, which the first rank makes, on all ranks. An error of its ends all of them."""
+        is_first = self.trainer.accelerator.is_main_process
+        with on_every_rank():
+            made = [self.made() if is_first else None]
+        return broadcast_object_list(made)[0]
+
+    def made(self) -> Made:
         """Plans and packs a micro-batch: TRL's, with `ages` (ranks, M), the age of each trained token."""
-        rows = self._planned()
-        batch = self.collate([rows])
+        rows, metrics, groups = self._planned(), defaultdict(list), set()
+        pad_token, given = self.trainer.processing_class.pad_token_id, {"metrics": metrics, "groups_trained": groups}
+        batch = DataCollatorForRollout(pad_token, self.processes, token_budget=self.budget, **given)([rows])
         ages = [np.concatenate([self._ages(sample) for sample in row.samples]) for row in rows]
         batch["ages"] = pad([torch.from_numpy(of_row) for of_row in ages], padding_value=0)
         every = np.concatenate(ages)
-        self.metrics["rollouts/age"].append((float(every.sum()), len(every)))
-        self.metrics["rollouts/age_max"].append(float(every.max(initial=0)))
-        return batch
+        metrics["rollouts/age"].append((float(every.sum()), len(every)))
+        metrics["rollouts/age_max"].append(float(every.max(initial=0)))
+        return Made(batch, metrics, groups)
 
     def _planned(self) -> list:
         args, taken = self.trainer.args, []
         samples = self._samples(taken)
-        if self.collate.token_budget:
-            planner = TokenBudgetBatcher(samples, self.processes, self.collate.token_budget, self.metrics)
+        if self.budget:
+            planner = TokenBudgetBatcher(samples, self.processes, self.budget, self.metrics)
         else:
             planner = FixedCountBatcher(samples, self.processes, args.per_device_train_batch_size * self.processes)
         rows = next(iter(planner))

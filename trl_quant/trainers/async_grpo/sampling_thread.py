@@ -1,5 +1,5 @@
 """
-Samples in a thread of the trainer's process while the main thread trains: from an embedded engine, which shares the
+Samples in a thread of the first rank's process while the main thread trains: from an embedded engine, which shares the
 device with the training, or from a vLLM server on devices of its own.
 
 [`SamplingThread`] is TRL's rollout worker and its weight transfer in one. The two threads share an engine:
@@ -7,10 +7,10 @@ device with the training, or from a vLLM server on devices of its own.
     main     | update | update | pause, sync, resume | update ...
     sampling | draw ...........|                     | draw ...
 
-The engine holds one version of the weights at a time. A sync asks the call that draws to end at its next token
-(`enough`, see [`~rollout.engine.Engine`]), and waits for it. Afterwards the call is made again with the tokens so far
-as part of the prompt, whose keys the new weights compute, as in partial rollouts ([`~trainers.pool`]). So each token
-knows the one version v(t) that sampled it.
+All ranks sync together. The engine holds one version of the weights at a time. A sync asks the call that draws to end
+at its next token (`enough`, see [`~rollout.engine.Engine`]), and waits for it. Afterwards the call is made again with
+the tokens so far as part of the prompt, whose keys the new weights compute, as in partial rollouts
+([`~trainers.pool`]). So each token knows the one version v(t) that sampled it.
 
 A group ends when all its completions have. It is then scored, and each completion becomes a sample on TRL's queue:
 
@@ -38,6 +38,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from ...rollout.base import RolloutEngine
 from ...rollout.engine import Request
+from ...runs.agreement import on_every_rank
 from ...runs.reward_calls import checked_rewards
 from ...runs.user_calls import UserCalls
 from ...trl_seams import is_async
@@ -87,7 +88,8 @@ def advantages_of(rewards: np.ndarray, standardizes: bool) -> tuple[np.ndarray, 
 
 class SamplingThread:
     """
-    The thread that samples, with the methods that TRL calls on its rollout worker and on its weight transfer.
+    The thread that samples, with the methods that TRL calls on its rollout worker and on its weight transfer. TRL
+    starts it on the first rank alone. The others have one for [`paused`], and their engines sync with the first one's.
 
     Args:
         args ([`~config.QuantAsyncGRPOConfig`]): The run's configuration.
@@ -170,15 +172,13 @@ class SamplingThread:
 
     @contextmanager
     def paused(self) -> Iterator[RolloutEngine]:
-        """Context in which nothing is sampled. When it ends, the engine is made ready with its noise, and goes on."""
+        """
+        Context in which nothing is sampled. When it ends, the engine is made ready with its noise, and goes on. All
+        ranks must enter it. Raises `RuntimeError` on all of them if the first one's thread does not pause.
+        """
         self._samples.clear()
-        if not self._engine_free.acquire(timeout=self.args.heartbeat_stale_after_s):
-            self.check_health(math.inf)
-            seconds = self.args.heartbeat_stale_after_s
-            raise RuntimeError(
-                f"Sampling beside the training hangs: it did not end for new weights within `heartbeat_stale_after_s`="
-                f"{seconds:g} seconds."
-            )
+        with on_every_rank():
+            self._take_engine()
         try:
             self._generation.close()
             yield self.engine
@@ -186,6 +186,15 @@ class SamplingThread:
             self._samples.set()
         finally:
             self._engine_free.release()
+
+    def _take_engine(self) -> None:
+        seconds = self.args.heartbeat_stale_after_s
+        if not self._engine_free.acquire(timeout=seconds):
+            self.check_health(math.inf)
+            raise RuntimeError(
+                f"Sampling beside the training hangs: it did not end for new weights within `heartbeat_stale_after_s`="
+                f"{seconds:g} seconds."
+            )
 
     def _run(self) -> None:
         try:

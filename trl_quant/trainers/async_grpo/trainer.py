@@ -5,9 +5,11 @@ import logging
 import time
 from contextlib import AbstractContextManager, ExitStack
 
-from accelerate.utils import is_peft_model
+from accelerate.utils import is_peft_model, send_to_device
 from datasets import Dataset
+from torch import Tensor
 from trl.experimental.async_grpo import AsyncGRPOTrainer
+from trl.models.utils import disable_gradient_checkpointing
 
 from ...config import QuantAsyncGRPOConfig
 from ...policy.adapters import leave_casts_to_autocast
@@ -15,7 +17,7 @@ from ...policy.trees import TREES
 from ...rollout import RolloutEngine, RolloutNoise, build_engine
 from ...rollout.settings import SAMPLING
 from ...trl_seams import without_peak_flops
-from ..checks import check_method, tell_noise
+from ..checks import config_for, tell_noise
 from ..introduction import PACKAGE_TAG
 from ..precision import QuantPrecision
 from .loss import AsyncCorrection
@@ -83,11 +85,7 @@ class QuantAsyncGRPOTrainer(QuantPrecision, TRLsArguments):
                 f"`model` is a {type(model).__name__}. TRL's asynchronous trainer loads the policy by itself: pass a "
                 "name or a directory."
             )
-        if args is None:
-            args = self.config_class(f"{model.split('/')[-1]}-AsyncGRPO")
-        elif not isinstance(args, QuantAsyncGRPOConfig):
-            args = self.config_class.from_trl(args)
-        check_method(self, args)
+        args = config_for(self, model, args)
         correction = args.correction()
         if correction is not None:
             self.correction = AsyncCorrection(self, correction)
@@ -176,9 +174,11 @@ class QuantAsyncGRPOTrainer(QuantPrecision, TRLsArguments):
         self._rollout_dataset = MicroBatches(self, max(budget or 0, 0))
         return self._rollout_dataset
 
-    def _set_signature_columns_if_needed(self):
-        super()._set_signature_columns_if_needed()
-        self._signature_columns = [*dict.fromkeys([*self._signature_columns, "ages"])]
+    def scores(self, batch: dict[str, Tensor]) -> Tensor:
+        """Returns the log-probabilities of a micro-batch's trained tokens under the policy as it is now, (1, M)."""
+        with disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            inputs = send_to_device(batch, self.accelerator.device)
+            return self.correction.scores(super().compute_loss, self.model_wrapped, inputs)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         given = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
