@@ -60,7 +60,7 @@ def on_demand(tmp_path_factory, launches: dict[str, tuple[str, list[str]]]):
         path = tmp_path_factory.mktemp(launch)
         save_tiny(path / "model", "qwen2", dtype=torch.bfloat16)
         save_tiny(path / "mixture", "qwen3_moe", dtype=torch.bfloat16)
-        save_tiny(path / "hybrid", "qwen3_5_text", dtype=torch.bfloat16)
+        save_tiny(path / "hybrid", "falcon_h1", dtype=torch.bfloat16)
         return path, on_two_ranks(configuration, path, *cases)
 
     def found(launch: str, case: str) -> list[dict]:
