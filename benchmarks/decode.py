@@ -3,9 +3,9 @@ Times the GPU's part of a decode step in vLLM alone, by format of the weights an
 
     python benchmarks/decode.py --kinds fp8 w4a8 --batches 8 64
 
-Each kind runs in its own process, with dummy weights in the shapes of Qwen2.5 or Qwen3-MoE, prompts of 256 tokens,
-log-probabilities of the sampled tokens, and no text. All start at the same time. Once all have started, they are
-measured one after the other, while the others wait.
+Each kind runs in its own process, with dummy weights in the shapes of Qwen2.5, Qwen3-MoE or Qwen3.5, prompts of 256
+tokens, log-probabilities of the sampled tokens, and no text. All start at the same time. Once all have started, they
+are measured one after the other, while the others wait.
 
 | part | is |
 |---|---|
@@ -44,6 +44,7 @@ from engines import (
     save,
     versions,
 )
+from limits import rarest_layers
 
 
 PARTS = ("products", "attention", "other", "head", "after")  # of the GPU's time
@@ -115,9 +116,10 @@ def decode_step(sample, new: int, layers: int) -> dict:
 def part_of(kernel: str, calls: float, layers: int) -> str:
     """
     Returns the part of a decode step that a kernel belongs to, by its name and its calls in a step. A kernel that runs
-    less than once in two layers is outside the layers.
+    less than once in two of `layers`, those of the rarest kind, is outside the layers; so is a copy to the host.
     """
-    name, in_layers = kernel.lower(), calls > layers / 2
+    name = kernel.lower()
+    in_layers = calls > layers / 2 and "dtoh" not in name
     fused = name.startswith("triton_")  # by torch.compile, which names the product that takes the result
     if any(word in name for word in ATTENTION) and not fused:
         return "attention"
@@ -187,7 +189,7 @@ def measure(kind: str, args) -> dict:
             asked = SamplingParams(max_tokens=length, ignore_eos=True, logprobs=0, detokenize=False)
             llm.generate(prompts, asked, use_tqdm=False)
 
-        found[batch] = decode_step(sample, args.new, SHAPES[args.size]["num_hidden_layers"])
+        found[batch] = decode_step(sample, args.new, rarest_layers(args.size))
     return found
 
 

@@ -28,7 +28,10 @@ from trl_quant.models.families import number_of_experts
 from trl_quant.precisions import in_vllm
 
 
-# Qwen2.5; 70b is Llama 3's, with Qwen2.5's vocabulary. Those with experts are Qwen3-MoE's, by the names of its config
+ATTENDS_EVERY = 4  # layers of a hybrid, the last of which has attention; the others have linear attention
+ROTATIONS = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+# Qwen2.5; 70b is Llama 3's, with Qwen2.5's vocabulary. Those with experts are Qwen3-MoE's, and those with linear
+# attention Qwen3.5's text, by the names of their configs
 SHAPES = {
     "tiny": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2, "heads": 4, "kv_heads": 2},
     "0.5b": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "heads": 14, "kv_heads": 2},
@@ -41,8 +44,31 @@ SHAPES = {
     | {"head_dim": 128, "num_experts": 8, "num_experts_per_tok": 2},
     "30b-a3b": {"hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 48, "heads": 32, "kv_heads": 4}
     | {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936},
+    "tiny-hybrid": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "heads": 4, "kv_heads": 2}
+    | {"head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64}
+    | {"linear_value_head_dim": 64, "rope_parameters": ROTATIONS | {"mrope_section": [3, 3, 2]}},
+    "9b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32, "heads": 16, "kv_heads": 4}
+    | {"head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128}
+    | {"linear_value_head_dim": 128, "rope_parameters": ROTATIONS | {"mrope_section": [11, 11, 10]}}
+    | {"vocab_size": 248320},
 }
-DENSE = [size for size, shape in SHAPES.items() if "num_experts" not in shape]
+# Family -> the class of its config, its architecture, and what all its shapes share
+FAMILIES = {
+    "Qwen2.5": ("Qwen2Config", "Qwen2ForCausalLM", {}),
+    "Qwen3-MoE": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {"norm_topk_prob": True}),
+    "Qwen3.5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {"full_attention_interval": ATTENDS_EVERY}),
+}
+
+
+def family_of(size: str) -> str:
+    """Returns the key of [`FAMILIES`] of a shape."""
+    shape = SHAPES[size]
+    if "num_experts" in shape:
+        return "Qwen3-MoE"
+    return "Qwen3.5" if "linear_key_head_dim" in shape else "Qwen2.5"
+
+
+DENSE = [size for size in SHAPES if family_of(size) == "Qwen2.5"]
 VOCABULARY = 152064  # of shapes that have none of their own
 BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12}  # bytes a second, by card
 FLOPS = {"H200": 989e12, "H100": 989e12}  # dense BF16 multiplications and additions a second
@@ -107,22 +133,18 @@ def words_of(tokenizer) -> list[int]:
 
 def model_title(size: str) -> str:
     """Returns the family and the size of a policy, for a table's title."""
-    return f"{'Qwen2.5' if size in DENSE else 'Qwen3-MoE'} {size}"
+    return f"{family_of(size)} {size}"
 
 
 def model_directory(size: str, tokenizer=None) -> str:
     """Writes a directory with the config.json of a policy of this size and the tokenizer, without weights."""
-    from transformers import Qwen2Config, Qwen3MoeConfig
+    import transformers
 
-    shape = {"vocab_size": VOCABULARY} | SHAPES[size]
+    config_class, architecture, shared = FAMILIES[family_of(size)]
+    shape = {"vocab_size": VOCABULARY} | SHAPES[size] | shared
     if size.startswith("tiny"):
         shape["vocab_size"] = 1024 if tokenizer is None else -(-len(tokenizer) // 64) * 64
-    if size in DENSE:
-        config_class, architecture = Qwen2Config, "Qwen2ForCausalLM"
-    else:
-        config_class, architecture = Qwen3MoeConfig, "Qwen3MoeForCausalLM"
-        shape["norm_topk_prob"] = True
-    config = config_class(
+    config = getattr(transformers, config_class)(
         num_attention_heads=shape.pop("heads"),
         num_key_value_heads=shape.pop("kv_heads"),
         tie_word_embeddings=False,
@@ -154,7 +176,7 @@ def speak(model, words: list[int]) -> None:
     for name, param in model.named_parameters():
         if name.endswith("norm.weight"):
             param.fill_(1)
-        elif re.search("(o_proj|down_proj)(?!.*lora_A)", name):
+        elif re.search("(o_proj|out_proj|down_proj)(?!.*lora_A)", name):
             outputs = param.transpose(0, 1) if param.ndim > 2 else param  # of experts: (experts, out, in)
             outputs[0] = 0
 

@@ -40,7 +40,7 @@ from engines import (
     seconds,
     words_of,
 )
-from limits import cache_bytes
+from limits import pool_bytes
 
 from trl_quant.rollout.vllm import sampling
 
@@ -95,7 +95,7 @@ def measure(args) -> dict:
     tokenizer = load_tokenizer(args.tokenizer)
     words, generator = words_of(tokenizer), random.Random(0)
     path, length = model_directory(size, tokenizer), args.prompt + args.new + 16
-    arguments = {"kv_cache_memory_bytes": int(1.1 * max(args.batches) * length * cache_bytes(size)) + (64 << 20)}
+    arguments = {"kv_cache_memory_bytes": pool_bytes(size, max(args.batches), length)}
     if CUDA:
         arguments["compilation_config"] = {"cudagraph_capture_sizes": sorted({*args.batches, 1})}
     else:

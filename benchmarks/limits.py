@@ -14,6 +14,11 @@ tokens reach. If each token takes any k of the E experts with the same probabili
 
 of each layer. Routers are left out.
 
+In a hybrid one layer in four has attention, whose queries come with a gate, and with it keys and values. The others
+have linear attention: a state of one size for each sequence, which a decode step reads and writes. It counts in 16
+bits, in which vLLM holds it unless a model's config asks for 32. The operations on it, gates and convolutions are left
+out.
+
 An update has two operations for each weight of the layers, each token and each product: forward, forward again because
 of gradient checkpointing, dX, and dW if all weights are trained. The head has them for completions alone, without the
 second forward. Attention is causal, has two products in a forward pass, which is computed twice, and five in the
@@ -23,7 +28,7 @@ Each prompt counts once, however many completions it has, and padding does not c
 8-bit ones have twice the rate of BF16, which the head and attention have in every precision.
 """
 
-from engines import BANDWIDTH, FLOPS, SHAPES, VOCABULARY, of_card
+from engines import ATTENDS_EVERY, BANDWIDTH, FLOPS, SHAPES, VOCABULARY, family_of, of_card
 
 from trl_quant.formats import FORMATS
 from trl_quant.precisions import PRECISIONS
@@ -35,6 +40,25 @@ def head_width(size: str) -> int:
     return shape.get("head_dim", shape["hidden_size"] // shape["heads"])
 
 
+def kinds_of_layers(size: str) -> tuple[int, int]:
+    """Returns the numbers of layers with attention and with linear attention."""
+    layers = SHAPES[size]["num_hidden_layers"]
+    attending = layers // ATTENDS_EVERY if family_of(size) == "Qwen3.5" else layers
+    return attending, layers - attending
+
+
+def rarest_layers(size: str) -> int:
+    """Returns the number of layers of the rarest kind."""
+    return min(filter(None, kinds_of_layers(size)))
+
+
+def linear_widths(size: str) -> tuple[int, int]:
+    """Returns the widths of keys and of values in linear attention, all heads together."""
+    shape = SHAPES[size]
+    keys = shape["linear_num_key_heads"] * shape["linear_key_head_dim"]
+    return keys, shape["linear_num_value_heads"] * shape["linear_value_head_dim"]
+
+
 def weights_of(size: str, experts: float | None = None) -> tuple[float, int]:
     """
     Returns the numbers of weights in the linear layers of all decoder layers, and in the head. In a mixture, `experts`
@@ -42,10 +66,15 @@ def weights_of(size: str, experts: float | None = None) -> tuple[float, int]:
     """
     shape = SHAPES[size]
     hidden, inner = shape["hidden_size"], shape.get("moe_intermediate_size") or shape["intermediate_size"]
-    attention = 2 * hidden * head_width(size) * (shape["heads"] + shape["kv_heads"])
+    attending, linear = kinds_of_layers(size)
+    mixers = attending * 2 * hidden * head_width(size) * (shape["heads"] + shape["kv_heads"])
+    if linear:
+        keys, values = linear_widths(size)
+        mixers += attending * hidden * head_width(size) * shape["heads"]  # the gate of the queries
+        mixers += linear * hidden * (2 * keys + 3 * values)  # q, k, v, z, and the output
     experts = shape.get("num_experts_per_tok", 1) if experts is None else experts
-    layer = attention + experts * 3 * hidden * inner
-    return shape["num_hidden_layers"] * layer, shape.get("vocab_size", VOCABULARY) * hidden
+    mlps = shape["num_hidden_layers"] * experts * 3 * hidden * inner
+    return mixers + mlps, shape.get("vocab_size", VOCABULARY) * hidden
 
 
 def experts_reached(size: str, tokens: int) -> float:
@@ -67,8 +96,28 @@ def weight_bytes(size: str, precision: str, tokens: int = 1) -> float:
 
 def cache_bytes(size: str) -> int:
     """Returns the bytes of one token's keys and values in BF16."""
-    shape = SHAPES[size]
-    return 2 * 2 * shape["num_hidden_layers"] * shape["kv_heads"] * head_width(size)
+    attending, _ = kinds_of_layers(size)
+    return 2 * 2 * attending * SHAPES[size]["kv_heads"] * head_width(size)
+
+
+def state_bytes(size: str) -> int:
+    """Returns the bytes of one sequence's states in BF16: in each linear layer a matrix for each head of the values."""
+    _, linear = kinds_of_layers(size)
+    if not linear:
+        return 0
+    _, values = linear_widths(size)
+    return 2 * linear * values * SHAPES[size]["linear_key_head_dim"]
+
+
+def step_bytes(size: str, precision: str, sequences: int, tokens: float) -> float:
+    """Returns the bytes that a decode step of so many sequences moves, with `tokens` tokens before each."""
+    states = 2 * state_bytes(size)  # read and written
+    return weight_bytes(size, precision, sequences) + sequences * (tokens * cache_bytes(size) + states)
+
+
+def pool_bytes(size: str, sequences: int, tokens: int) -> int:
+    """Returns the bytes that vLLM needs for so many sequences. A hybrid's caches come in pages as large as a state."""
+    return int(1.1 * sequences * (tokens * cache_bytes(size) + 2 * state_bytes(size))) + (64 << 20)
 
 
 def rate_of(precision: str, machine: str) -> float:
@@ -86,9 +135,9 @@ def sampling_limit(size: str, machine: str, precision: str, prompt: int, generat
     seconds = 2 * layers * prompts * prompt / rate
     for step in range(max(lengths)):
         active = sum(length > step for length in lengths)
-        read = weight_bytes(size, precision, active) + active * (prompt + step) * cache_bytes(size)
+        moved = step_bytes(size, precision, active, prompt + step)
         multiplied = 2 * active * (layers / rate + head / rate_16)
-        seconds += max(read / bandwidth, multiplied)
+        seconds += max(moved / bandwidth, multiplied)
     return seconds
 
 
@@ -103,5 +152,6 @@ def update_limit(
     seconds = 2 * products * layers * (completions + prompts * prompt) / rate_of(precision, machine)
     # Of a token with each token before it: one product for the scores and one for their sums, all heads each
     pairs = prompts * prompt**2 / 2 + sum(length * prompt + length**2 / 2 for length in lengths)
-    attention = 2 * shape["heads"] * head_width(size) * shape["num_hidden_layers"] * pairs * (2 * 2 + 5)
+    attending, _ = kinds_of_layers(size)
+    attention = 2 * shape["heads"] * head_width(size) * attending * pairs * (2 * 2 + 5)
     return seconds + (2 * (2 if lora else 3) * head * completions + attention) / rate_of("bf16", machine)

@@ -32,7 +32,6 @@ from engines import (
     BASELINE,
     CUDA,
     PRECISIONS,
-    SHAPES,
     Clock,
     build,
     change_weights,
@@ -48,7 +47,7 @@ from engines import (
     save,
     words_of,
 )
-from limits import cache_bytes, weight_bytes
+from limits import pool_bytes, rarest_layers, step_bytes
 
 
 CORE = "llm_engine.engine_core.engine_core"
@@ -66,9 +65,9 @@ COLUMNS = ("decode", "limit", "GPU", *PARTS, *HOST, "extract", "gc")
 
 def measure(kind: str, args) -> dict:
     (size,), batches, tokenizer = args.sizes, sorted(args.batches), load_tokenizer(args.tokenizer)
-    shape, words, generator = SHAPES[size], words_of(tokenizer), random.Random(0)
+    words, generator = words_of(tokenizer), random.Random(0)
     path, length = model_directory(size, tokenizer), args.prompt + args.new + 16
-    arguments = {"kv_cache_memory_bytes": int(1.1 * max(batches) * length * cache_bytes(size)) + (64 << 20)}
+    arguments = {"kv_cache_memory_bytes": pool_bytes(size, max(batches), length)}
     if args.enforce_eager or not CUDA:
         arguments["enforce_eager"] = True
     else:
@@ -104,18 +103,15 @@ def measure(kind: str, args) -> dict:
         sync, seconds = clock.seconds["sync"], clock.seconds["sample"]
         result[batch] = {"tokens_per_s": len(tokens) / (sync + seconds), "sync_s": sync, "sample_s": seconds}
     if args.profile:
-        steps = {
-            batch: decode_step(partial(sample, prompts[batch]), args.new, shape["num_hidden_layers"])
-            for batch in batches
-        }
+        layers = rarest_layers(size)
+        steps = {batch: decode_step(partial(sample, prompts[batch]), args.new, layers) for batch in batches}
         host = host_clock(engine, lean=kind != "trl" and not args.plain)
         for batch in batches:
             host.seconds.clear()
             sample(prompts[batch], args.new)
             per_step = {name: 1e3 * seconds / args.new for name, seconds in host.seconds.items()}
-            read = weight_bytes(size, "bf16" if kind == BASELINE else kind, batch)
-            read += batch * (args.prompt + args.new / 2) * cache_bytes(size)
-            limit = {"limit": 1e3 * read / of_card(BANDWIDTH)} if CUDA else {}
+            moved = step_bytes(size, "bf16" if kind == BASELINE else kind, batch, args.prompt + args.new / 2)
+            limit = {"limit": 1e3 * moved / of_card(BANDWIDTH)} if CUDA else {}
             result[batch]["profile"] = per_step | limit | steps[batch]
     return result
 

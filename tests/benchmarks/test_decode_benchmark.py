@@ -43,6 +43,9 @@ def test_kernels_by_part(decode):
     for part, kernels in KERNELS.items():
         for name, calls in kernels:
             assert decode.part_of(name, calls, layers=28) == part, name
+    # In a hybrid with 8 layers of attention and 24 others
+    assert decode.part_of("triton_poi_fused_4", 8, layers=8) == "other"
+    assert decode.part_of("Memcpy DtoH (Device -> Pinned)", 5, layers=8) == "after"
 
 
 def test_a_step_is_a_difference_of_two_generations(decode, monkeypatch):

@@ -161,6 +161,45 @@ def test_update_of_a_mixture_against_loops(limits):
     assert given == pytest.approx(seconds, rel=1e-6)
 
 
+# Hybrids
+
+
+def test_weights_and_caches_of_a_hybrid(limits):
+    """Qwen3.5-9B's text has 9.0B parameters; of its 32 layers 8 have keys and values, and 24 a state."""
+    import engines
+
+    config = AutoConfig.from_pretrained(engines.model_directory("9b"))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert sum(param.numel() for param in model.parameters()) == pytest.approx(8.95e9, rel=1e-3)
+    matrices = {name: param.numel() for name, param in model.named_parameters() if param.ndim == 2}
+    gates = [name for name in matrices if "in_proj_a" in name or "in_proj_b" in name]
+    layers = sum(count for name, count in matrices.items() if ".layers." in name and name not in gates)
+    assert len(gates) == 2 * 24 and limits.weights_of("9b") == (layers, matrices["lm_head.weight"])
+    assert limits.kinds_of_layers("9b") == (8, 24) and limits.rarest_layers("9b") == 8
+    assert limits.kinds_of_layers("7b") == (28, 0) and limits.rarest_layers("7b") == 28
+    assert limits.cache_bytes("9b") == 8 * 2 * 4 * 256 * 2 and limits.state_bytes("9b") == 24 * 32 * 128 * 128 * 2
+
+
+def test_sampling_and_update_of_a_hybrid_against_loops(limits):
+    lengths, prompt = [3, 1, 2], 5
+    layers, head = limits.weights_of("9b")
+    seconds = len(lengths) * prompt * 2 * layers / 989e12
+    for step in range(3):
+        moved = 2 * layers + 2 * head
+        for length in lengths:
+            if step < length:
+                moved += (prompt + step) * 8 * 2 * 4 * 256 * 2 + 2 * 24 * 32 * 128 * 128 * 2  # read, and written
+        seconds += moved / 4.8e12
+    assert limits.sampling_limit("9b", H200, "bf16", prompt, 1, lengths) == pytest.approx(seconds, rel=1e-9)
+    tokens, pairs = sum(lengths), 0.0
+    for length in lengths:
+        pairs += sum(keys + 0.5 for keys in range(prompt + length))
+    seconds = (3 * 2 * layers * (tokens + 3 * prompt) + 2 * 2 * head * tokens) / 989e12
+    seconds += 8 * (2 * 2 + 5) * 2 * 16 * 256 * pairs / 989e12
+    assert limits.update_limit("9b", H200, "bf16", prompt, 1, lengths) == pytest.approx(seconds, rel=1e-9)
+
+
 @pytest.mark.slow
 def test_measured_phases_are_above_their_limits(monkeypatch):
     """Of each run with drawn lengths; the H200 and the H100 differ in memory alone."""

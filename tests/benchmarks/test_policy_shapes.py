@@ -1,4 +1,4 @@
-"""`benchmarks/engines.py`: policies without checkpoints, dense and with experts."""
+"""`benchmarks/engines.py`: policies without checkpoints: dense, with experts, and a hybrid."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def engines(monkeypatch):
     return engines
 
 
-@pytest.mark.parametrize("size", ["tiny", "tiny-moe"])
+@pytest.mark.parametrize("size", ["tiny", "tiny-moe", "tiny-hybrid"])
 def test_a_policy_samples_words_alone(engines, size):
     model = engines.policy(engines.model_directory(size), 4, WORDS)
     ids = torch.arange(40).view(2, 20)

@@ -473,6 +473,11 @@ CASES = {
         ),
         Case("with ZeRO-3, which shards weights that must be held", fields={"train_precision": "nf4"}, assigned=ZERO3),
         Case("that must be quantized whole", fields={"train_precision": "int8"}, assigned=ZERO3),
+        Case(
+            "the classes 'Qwen3_5VisionBlock', of which the policy has none",
+            model=tiny("qwen3_5_text"),
+            assigned={"fsdp_plugin_args": {"fsdp_version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}},
+        ),
         Case("would train wrong ones", model=quantized_mixture),
         Case("is quantized already", fields=INT8, model=quantized),
         Case(

@@ -5,12 +5,12 @@ Launcher and ranks are forks where there is no GPU (`warm`), and the script trai
     accelerate launch --num_processes 2 tests/helpers/ranks.py DIRECTORY embedded-int8-full tp-int8-lora
 
 A case is a mode, a precision and a tuning; `embedded` is the embedded engine, `rloo` the same with RLOO, `distilled`
-the same with distillation, `experts` the same with a mixture of experts, in DIRECTORY/mixture, `truncated` the same
-with `top_p` and scaled steps, `passes` the same with and without a scoring pass, `packed` the same with packed rows and
-padded ones, `trained` the same in a `train_precision`, `broken` the same with steps that are not finite, `late` the
-same with a rank that is late to save, `masked` the same with a masked diffusion model, `async` is in `async_ranks`,
-`ppo` in `ppo_ranks`, `sharded` in `fsdp_ranks`, `qat` in `qat_ranks`, `turns` in `turn_ranks`, the others in
-`vllm_ranks`.
+the same with distillation, `experts` the same with a mixture of experts, in DIRECTORY/mixture, `hybrid` the same with a
+hybrid, in DIRECTORY/hybrid, `truncated` the same with `top_p` and scaled steps, `passes` the same with and without a
+scoring pass, `packed` the same with packed rows and padded ones, `trained` the same in a `train_precision`, `broken`
+the same with steps that are not finite, `late` the same with a rank that is late to save, `masked` the same with a
+masked diffusion model, `async` is in `async_ranks`, `ppo` in `ppo_ranks`, `sharded` in `fsdp_ranks`, `qat` in
+`qat_ranks`, `turns` in `turn_ranks`, the others in `vllm_ranks`.
 The policy is in DIRECTORY/model. Each rank writes what it found to DIRECTORY/CASE/rank-N.json.
 """
 
@@ -60,6 +60,7 @@ def on_demand(tmp_path_factory, launches: dict[str, tuple[str, list[str]]]):
         path = tmp_path_factory.mktemp(launch)
         save_tiny(path / "model", "qwen2", dtype=torch.bfloat16)
         save_tiny(path / "mixture", "qwen3_moe", dtype=torch.bfloat16)
+        save_tiny(path / "hybrid", "falcon_h1", dtype=torch.bfloat16)
         return path, on_two_ranks(configuration, path, *cases)
 
     def found(launch: str, case: str) -> list[dict]:
@@ -104,7 +105,7 @@ def train_embedded(mode: str, precision: str, tuning: str, path: Path) -> list[d
     options = {"train_dataset": dataset(32), "peft_config": lora() if tuning == "lora" else None}
     settings |= {"is_correction": "tis"} if mode == "distilled" else {}
     settings |= {"top_p": 0.9, "ess_step_scaling": True} if mode == "truncated" else {}
-    model = path.parent / ("mixture" if mode == "experts" else "model")
+    model = path.parent / {"experts": "mixture", "hybrid": "hybrid"}.get(mode, "model")
     trainer = trainer_for(path / "out", str(model), kind, **options, **settings)
     trainer.train()
     names = ("mismatch/kl_k3", "sampling/sampling_logp_difference/max", "reward", "entropy")
@@ -306,7 +307,7 @@ def run(path: Path, case: str) -> None:
     mode, precision, tuning = case.split("-")
     (path / case).mkdir(exist_ok=True)
     torch.manual_seed(0)  # of new adapters
-    if mode in ("embedded", "experts", "rloo", "distilled", "truncated"):
+    if mode in ("embedded", "experts", "hybrid", "rloo", "distilled", "truncated"):
         found = train_embedded(mode, precision, tuning, path / case)
     elif mode == "ppo":
         from ppo_ranks import train

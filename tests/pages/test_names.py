@@ -38,7 +38,7 @@ FOREIGN = {
     "accelerate/commands/launch.py": "_validate_launch_command",
     "transformers/configuration_utils.py": "_attn_implementation _commit_hash",
     "transformers/generation/utils.py": "_get_logits_processor",
-    "transformers/modeling_utils.py": "_supports_sdpa",
+    "transformers/modeling_utils.py": "_keys_to_ignore_on_load_unexpected _no_split_modules _supports_sdpa",
     "transformers/training_args.py": "_VALID_DICT_FIELDS",
     "transformers/trainer.py": """_get_grad_norm _get_output_dir _load_best_model _load_from_checkpoint
         _load_optimizer_and_scheduler _load_rng_state _save_checkpoint _save_optimizer_and_scheduler

@@ -325,6 +325,21 @@ def test_a_run_on_a_prepared_base_is_evaluated(argv, tmp_path, precision, lora_s
         main([*argv, "--train_precision", "bf16"])
 
 
+def test_an_adapter_of_a_model_that_reads_images_is_evaluated(tmp_path):
+    """Its names are those of the whole model, which TRL trains; `AutoModelForCausalLM` would make the text's."""
+    from readers import load_reader, save_reader
+
+    published, _ = load_reader(save_reader(tmp_path / "model", "qwen3_5"), torch.float32)
+    ids = torch.tensor([[72, 101, 108, 50, 43]])
+    plain = published(ids).logits
+    layers = r".*language_model.*\.(in_proj_qkv|in_proj_a|q_proj)"
+    adapted = get_peft_model(published, lora(target_modules=layers))
+    adapted.save_pretrained(tmp_path / "run")
+    found = Trained.find(str(tmp_path / "run")).policy("bf16", torch.float32, True)(ids).logits
+    expected = adapted(ids).logits
+    assert torch.equal(found, expected) and (found - plain).abs().max() > 0.1
+
+
 def test_a_run_is_evaluated_with_its_chat_template_arguments(argv, tmp_path):
     """Of which one may, say, turn thinking off."""
     from trl_quant.runs.checkpoints import write_rollout_state

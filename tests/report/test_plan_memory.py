@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from embedded import engine
-from tiny import MIXTURES, tiny_model
+from tiny import HYBRIDS, MIXTURES, tiny_model
 from torch import Tensor
 from training import config, lora, make
 from transformers import Qwen3MoeConfig, TrainerCallback
@@ -206,3 +206,29 @@ def test_a_step_of_a_dense_model_is_not_a_mixtures(tmp_path):
     assert "not measured for this model" not in cost(args, sized, torch.bfloat16)
     mixture = replace(sized, experts=6_000_000_000, per_token=2, active=sized.parameters)
     assert "not measured for this model" in cost(args, mixture, torch.bfloat16)
+    assert "not measured for this model" in cost(args, replace(sized, state=1), torch.bfloat16)
+
+
+# Hybrids
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_hybrids_cache_is_transformers(family, tmp_path):
+    """The states and windows of a sequence do not grow, and only layers with attention have keys and values."""
+    model = tiny_model(family, dtype=torch.bfloat16, num_hidden_layers=2)
+    shape = Shape.of(model.config)
+
+    def kept(tokens: int) -> int:
+        """Bytes of one sequence's cache."""
+        cache = model(torch.full((1, tokens), 5), use_cache=True).past_key_values
+        found = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
+        states = [getattr(layer, name, {}) for layer in cache.layers for name in ("conv_states", "recurrent_states")]
+        found += [tensor for each in states for tensor in each.values()]
+        return sum(tensor.numel() * tensor.element_size() for tensor in found if tensor is not None)
+
+    short, long = kept(5), kept(12)
+    assert shape.cache(1, 5, 2, 2) == short and shape.cache(1, 12, 2, 2) == long
+    assert long - short == 7 * shape.token * 2 and shape.state * 4 > 0.5 * short
+    args = config(QuantGRPOConfig, tmp_path, rollout_precision="int8", bf16=True, max_completion_length=4)
+    cache = estimate(args, shape, torch.bfloat16, prompt=8, card=10**9).sampling["cache"]
+    assert cache == 8 * shape.cache(1, 12, 2, 2)

@@ -2,14 +2,26 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
+from distilling import distil, slow_loss
 from drawing import generated
 from embedded import PROMPTS, engine
 from peft import LoraConfig, get_peft_model
 from readers import save_reader
 from tiny import HYBRIDS, save_tiny, tiny_model
-from training import config, make, metrics
+from training import (
+    UnevenLengths,
+    config,
+    generation,
+    gradient_of,
+    make,
+    metrics,
+    parameters,
+    step_and_batch,
+    trainer_for,
+)
 
-from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant import QuantDistillationTrainer, QuantGRPOConfig, QuantGRPOTrainer, QuantPPOTrainer, QuantRLOOTrainer
 from trl_quant.formats import fake_quantize_activation, quantize
 from trl_quant.layers import EngineLinear
 from trl_quant.noise import norm_noise
@@ -120,6 +132,91 @@ def test_grpo_trains_each_tensor(family, settings, least, most, tmp_path):
     entries, moved, start = run(tmp_path, family, **settings)
     assert len(entries) == 2 and all(least <= entry["mismatch/abs_logp_diff"] < most for entry in entries)
     assert {name for name in start if "expert" not in name} <= moved
+
+
+SGD = {"optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0, "lr_scheduler_type": "constant", "max_steps": 1}
+
+
+def rows_alone(model, batch) -> torch.Tensor:
+    """Logits of the places of the completions (B, T, V), each row by itself and without padding; zeros elsewhere."""
+    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+    rows = []
+    for prompt, prompt_mask, completion, mask in zip(*(batch[name] for name in names), strict=True):
+        prompt, completion = prompt[prompt_mask == 1], completion[mask == 1]
+        logits = model(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
+        rows.append(F.pad(logits, (0, 0, 0, len(mask) - len(completion))))
+    return torch.stack(rows)
+
+
+def rows_of(batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask of prompts and completions (B, P + T)."""
+    ids, mask = (torch.cat([batch[f"prompt_{part}"], batch[f"completion_{part}"]], 1) for part in ("ids", "mask"))
+    assert all(batch[f"{part}_mask"].sum(1).unique().numel() > 2 for part in ("prompt", "completion"))
+    return ids, mask
+
+
+@pytest.mark.parametrize(
+    ("kind", "family", "settings"),
+    [
+        (QuantRLOOTrainer, "qwen3_5_text", {"beta": 0.05}),
+        (QuantPPOTrainer, "falcon_h1", {"num_generations": 1, "vf_share_layers": True}),
+    ],
+)
+def test_trainers_score_each_row_as_if_it_were_alone(kind, family, settings, tmp_path):
+    """Prompts and completions of several lengths, sampled from the policy on the grid. Then each tensor learns."""
+    uneven = type("Uneven", (UnevenLengths, kind), {})
+    settings = {"rollout_precision": "int4", "is_correction": "tis", "max_steps": 2} | settings
+    trainer = trainer_for(tmp_path / "out", save_tiny(tmp_path / "model", family, seed=1), uneven, **settings)
+    batch = generation(trainer, prompts=8, each=settings.get("num_generations", 4))
+    (ids, mask), counts = rows_of(batch), batch["completion_mask"] == 1
+    with torch.no_grad():
+        scored, *_ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, counts.shape[1])
+        own, sampled = (
+            rows_alone(model, batch).log_softmax(-1).gather(2, batch["completion_ids"][..., None]).squeeze(2)
+            for model in (trainer.model, on_grid(family, "int4"))
+        )
+    assert (scored - own)[counts].abs().max() < 5e-5
+    given = batch["sampling_per_token_logps"]
+    assert (given - sampled)[counts].abs().max() < 1e-4 and (given - own)[counts].abs().max() > 0.05
+    start = parameters(trainer)
+    trainer.train()
+    assert [name for name, value in parameters(trainer).items() if torch.equal(value, start[name])] == []
+
+
+def test_a_critic_values_each_row_as_if_it_were_alone(tmp_path):
+    """It is a hybrid of its own, whose value head is no longer zero after a step."""
+    uneven, path = type("Uneven", (UnevenLengths, QuantPPOTrainer), {}), save_tiny(tmp_path / "model", "qwen3_next")
+    settings = {"num_generations": 1, "max_steps": 1, "value_learning_rate": 1e-2}
+    trainer = trainer_for(tmp_path / "out", path, uneven, train_precision="fp8", **settings)
+    trainer.train()
+    batch = generation(trainer, prompts=8, each=1)
+    ids, mask = rows_of(batch)
+    width, counts = batch["prompt_ids"].shape[1], batch["completion_mask"] == 1
+    with torch.no_grad():
+        values = trainer.critic.old_values(batch, rows=4)
+        for row, on, found, counted in zip(ids, mask, values, counts, strict=True):
+            alone = trainer.critic.model(row[on == 1][None]).logits[0, on[:width].sum() - 1 : -1, 0]
+            torch.testing.assert_close(found[counted], alone, rtol=1e-4, atol=1e-5)
+    assert values[counts].std() > 0.01
+
+
+def test_distillation_trains_on_rows_as_if_they_were_alone(tmp_path):
+    """Student and teacher are hybrids; one step along the gradient of the divergences, place by place."""
+    uneven = type("Uneven", (UnevenLengths, QuantDistillationTrainer), {})
+    teacher = tiny_model("qwen3_5_text", seed=4)
+    path = save_tiny(tmp_path / "model", "qwen3_5_text", seed=1)
+    trainer = distil(tmp_path, path, uneven, teacher_model=teacher, is_correction="none", beta=1.0, **SGD)
+    step, batch = step_and_batch(trainer)
+    rows_of(batch)
+    model, mask = tiny_model("qwen3_5_text", seed=1), batch["completion_mask"]
+    with torch.no_grad():
+        theirs = rows_alone(teacher, batch)
+    loss = slow_loss(rows_alone(model, batch), theirs, torch.ones(mask.shape).tolist(), mask, beta=1.0)
+    expected = -gradient_of(loss, model)
+    assert (step - expected).norm() < 5e-5 * step.norm()
+    sampled = rows_alone(on_grid("qwen3_5_text", "int4"), batch).log_softmax(-1)
+    sampled = sampled.gather(2, batch["completion_ids"][..., None]).squeeze(2)
+    assert (batch["sampling_per_token_logps"] - sampled)[mask == 1].abs().max() < 1e-4
 
 
 def test_the_published_qwen3_5_trains_on_text(tmp_path):

@@ -15,12 +15,11 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny import gpt2, save_tiny, tiny_model, tiny_tokenizer
 from training import config, make
-from transformers import (
-    AutoModelForCausalLM,
-)
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.cli import main as command
+from trl_quant.formats import global_scale, quantize
 from trl_quant.storage.layout import check_files, checkpoint_stream, linear_layers, quantize_checkpoint
 
 
@@ -123,6 +122,52 @@ def test_routers_are_never_quantized(name):
 def test_other_gates_are_quantized(name):
     stream = dict(checkpoint_stream([(f"model.layers.0.{name}.weight", torch.ones(128, 128))], "int8"))
     assert stream[f"model.layers.0.{name}.weight"].dtype == torch.int8
+
+
+# Hybrids
+
+
+KEPT = {
+    "qwen3_5_text": {"in_proj_a", "in_proj_b"},
+    "qwen3_next": {"in_proj_ba", "gate", "shared_expert_gate", "fc", "up_proj"},
+    "falcon_h1": set(),
+}
+ONE_SCALE = (("in_proj_qkv", "in_proj_z"), ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # in NVFP4
+
+
+@pytest.mark.parametrize(
+    ("family", "format", "quantized"),
+    [
+        ("qwen3_5_text", "int8", 13),
+        ("qwen3_5_text", "nvfp4", 13),
+        ("qwen3_next", "fp8", 12),
+        ("falcon_h1", "fp8_block", 18),
+    ],
+)
+def test_a_hybrid_on_disk(family, format, quantized, tmp_path, capsys):
+    """transformers reads the projections on the grid; gates, convolutions, decays and norms have the policy's bits."""
+    model = tiny_model(family, tied=False, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "model")
+    if family == "qwen3_next":  # as published, with a layer for speculative decoding that transformers leaves out
+        file, more = tmp_path / "model/model.safetensors", ("mtp.fc", "mtp.layers.0.mlp.experts.3.up_proj")
+        save_file(load_file(file) | {f"{name}.weight": torch.ones(128, 128) for name in more}, file)
+    prepare(tmp_path / "model", tmp_path / "out", format=format)
+    left = capsys.readouterr().out.rpartition("left as they are: ")[2].strip().split(", ")
+    assert {*left} == {"lm_head"} | KEPT[family]
+    settings = CompressedTensorsConfig(dequantize=True)
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16, quantization_config=settings)
+    changed = []
+    for name, own in model.named_parameters():
+        found, (parent, _, leaf) = read.get_parameter(name), name.removesuffix(".weight").rpartition(".")
+        if torch.equal(found, own):
+            continue
+        changed.append(name)
+        parts = next((parts for parts in ONE_SCALE if leaf in parts), (leaf,))
+        of_group = [model.get_parameter(f"{parent}.{part}.weight") for part in parts] if format == "nvfp4" else []
+        shared = {"global_scale": global_scale(*of_group)} if of_group else {}
+        assert torch.equal(found, quantize(own, format, **shared).dequantize(torch.bfloat16)), name
+    assert len([name for name in changed if ".experts." not in name]) == quantized
+    assert len(changed) - quantized == (4 if family == "qwen3_next" else 0)
 
 
 # Damaged files

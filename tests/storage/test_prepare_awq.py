@@ -15,6 +15,7 @@ import torch
 import warm
 from copies import contents
 from datasets import Dataset
+from readers import save_reader
 from safetensors.torch import load_file
 from tiny import save_tiny, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
@@ -125,16 +126,31 @@ def test_awq_keeps_the_function_and_rounds_better(format, text, tmp_path, monkey
     assert 2 * difference(numbers, wide.get_parameter(name)) < difference(numbers, original.get_parameter(name))
 
 
-def test_awq_of_norms_that_store_the_gain_minus_one(text, tmp_path):
+NORMS = {
+    "gemma2": "model.layers.0.pre_feedforward_layernorm.weight",
+    "qwen3_5": "model.language_model.layers.0.input_layernorm.weight",  # which feeds linear attention
+}
+
+
+@pytest.mark.parametrize("family", NORMS)
+def test_awq_of_norms_that_store_the_gain_minus_one(family, text, tmp_path):
     pytest.importorskip("llmcompressor")
-    base = save_tiny(tmp_path / "base", "gemma2")
+    if family == "qwen3_5":  # as published, with a tower
+        base = save_reader(tmp_path / "base", family, torch.float32)
+    else:
+        base = save_tiny(tmp_path / "base", family)
     awq = prepare(base, tmp_path / "awq", "--awq", "--calibration", text, *FEW)
     card = (awq / "README.md").read_text()
     change = float(card.split("logits changed by ")[1].split()[0])
     assert 0 < change < 1e-5
     before, after = load_file(f"{base}/model.safetensors"), load_file(awq / "model.safetensors")
-    norm = "model.layers.0.pre_feedforward_layernorm.weight"
-    assert difference(after[norm], before[norm]) > 1e-2
+    assert difference(after[NORMS[family]], before[NORMS[family]]) > 1e-2
+
+
+def test_awq_of_a_state_space_model(text, tmp_path):
+    pytest.importorskip("llmcompressor")
+    text = refusal(save_tiny(tmp_path / "base", "falcon_h1"), tmp_path / "awq", "--awq", "--calibration", text)
+    assert "`--awq` scales all layers that a norm feeds" in text
 
 
 def test_a_killed_calibration_is_not_repeated(text, tmp_path):

@@ -270,15 +270,17 @@ def test_the_example_trains(tmp_path, monkeypatch, kind):
 
 
 @pytest.mark.vllm
-@others
-def test_vllm_ends_as_a_fresh_engine(tmp_path, kind):
+@pytest.mark.parametrize(
+    ("kind", "family"), [("RLOO", "qwen3"), ("distillation", "qwen3"), ("distillation", "qwen3_5_text")]
+)
+def test_vllm_ends_as_a_fresh_engine(tmp_path, kind, family):
     """Three steps with a correction, in INT8; the log-probabilities that TRL leaves out arrive."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
     from vllm_engines import SMALL, fresh, greedy, keep
 
     vllm = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 512, "vllm_engine_kwargs": SMALL}
     settings = {"rollout_precision": "int8", "max_steps": 3, "is_correction": "tis", "is_cap": 1.1, **vllm}
-    model = save_tiny(tmp_path / "model", dtype=torch.bfloat16)
+    model = save_tiny(tmp_path / "model", family, dtype=torch.bfloat16)
     trainer = run_of(tmp_path, kind, model, sync_check_steps=2, **settings)
     keep(trainer)
     before = greedy(trainer.vllm_generation.llm)

@@ -17,7 +17,7 @@ from vllm_ranks import check
 
 pytestmark = [pytest.mark.isa, pytest.mark.slow]
 PARTITIONED = ["embedded-int8-full", "embedded-int8-lora", "experts-int8-lora"]  # the last: experts and routers too
-EMBEDDED = [*PARTITIONED, "rloo-int8-full", "distilled-int8-full", "truncated-int8-full"]
+EMBEDDED = [*PARTITIONED, "hybrid-int8-full", "rloo-int8-full", "distilled-int8-full", "truncated-int8-full"]
 PPO = ["ppo-int8-full", "ppo-int8-lora", "ppo-int8-shared"]
 THREADS = ["async-int8-full", "async-int8-lora"]
 ASYNC = ["async-tis-full", *THREADS, "async-broken-full"]

@@ -48,8 +48,9 @@ class Family(NamedTuple):
             Layers of one parent module that engines compute as one matrix, by the last part of their names, in the
             order of that matrix.
         packs (`bool`): Whether its attention is known to compute packed rows.
-        recurrent (`bool`):
-            Whether it is a hybrid: a state passes from token to token, in some layers or in a part of each.
+        recurrent (`str` or `None`):
+            Of a hybrid, where a state passes from token to token, in some layers or in a part of each: the field of its
+            config that says how many values the state has for each output of such a layer, before its projection.
         pads (`bool`):
             Whether a padded row is known to compute what the row does alone. It does not where attention depends on
             the place of a token and not on distances alone: transformers counts places from the padding on.
@@ -77,7 +78,7 @@ class Family(NamedTuple):
     offset: bool = False
     fused: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
     packs: bool = False
-    recurrent: bool = False
+    recurrent: str | None = None
     pads: bool = True
     exact: bool = False
     both_ways: bool = False
@@ -122,7 +123,7 @@ _MIXTURE = {
 }
 _LINEAR = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_proj_a", "linear_attn.in_proj_b")
 _LINEAR_JOINED = ("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")
-_DELTA = {"offset": True, "packs": True, "recurrent": True}
+_DELTA = {"offset": True, "packs": True, "recurrent": "linear_key_head_dim"}
 
 # model_type of a transformers config -> its family. Classes are those of `transformers.models.X.modeling_X`.
 FAMILIES = {
@@ -181,7 +182,7 @@ FAMILIES = {
             "pre_ff_layernorm": ("feed_forward.gate_proj", "feed_forward.up_proj"),
         },
         packs=True,
-        recurrent=True,
+        recurrent="mamba_d_state",
         read=("mamba.out_proj",),  # by mamba-ssm
     ),
     # The text of models that read images. Their classes are those of the whole model's family

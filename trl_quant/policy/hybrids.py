@@ -31,7 +31,7 @@ CROSSED = 2**-5
 def is_hybrid(model: PreTrainedModel) -> bool:
     """Whether a state passes from token to token in some of a model's layers."""
     family = FAMILIES.get(model.config.get_text_config().model_type)
-    return family is not None and family.recurrent
+    return family is not None and family.recurrent is not None
 
 
 def convolutions(model: PreTrainedModel) -> list[nn.Parameter]:
@@ -63,7 +63,7 @@ def runs_across_borders(model: PreTrainedModel) -> bool:
     Whether a token of a packed row would depend on another sequence in the recurrent layers of a model, with the
     kernels that run here. The layer that is tried has the model's sizes and random weights; the model is not touched.
     """
-    layer = _recurrent_layer(model)
+    layer = _recurrent_layers(model)[0]
     weight, config = layer.conv1d.weight, model.config.get_text_config()
     with torch.random.fork_rng(), weight.device:
         torch.manual_seed(0)
@@ -81,7 +81,23 @@ def runs_across_borders(model: PreTrainedModel) -> bool:
     return False
 
 
-def _recurrent_layer(model: PreTrainedModel) -> nn.Module:
-    """Returns the first layer of a hybrid that carries a state: each has a convolution of its own."""
-    decoder = model.get_decoder()
-    return next(module for module in decoder.modules() if isinstance(getattr(module, "conv1d", None), nn.Conv1d))
+def states_of(model: PreTrainedModel) -> tuple[int, int]:
+    """
+    Returns how many values a sequence has in a model's cache whatever its length: in the states of a hybrid, and in the
+    windows of its convolutions; zeros for a model of another family.
+    """
+    if not is_hybrid(model):
+        return 0, 0
+    config, layers = model.config.get_text_config(), _recurrent_layers(model)
+    each = getattr(config, FAMILIES[config.model_type].recurrent)
+    windows = (layer.conv1d.weight.shape for layer in layers)
+    return (
+        sum(layer.out_proj.in_features * each for layer in layers),
+        sum(channels * width for channels, _, width in windows),
+    )
+
+
+def _recurrent_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Returns the layers of a hybrid that carry a state: each has a convolution of its own."""
+    modules = model.get_decoder().modules()
+    return [module for module in modules if isinstance(getattr(module, "conv1d", None), nn.Conv1d)]

@@ -138,7 +138,7 @@ def _scores_first(args) -> bool:
 
 
 def _is_like(step: Step, args, shape: Shape) -> bool:
-    near = not shape.experts and abs(shape.parameters / SIZES[step.size] - 1) <= NEAR
+    near = not (shape.experts or shape.state) and abs(shape.parameters / SIZES[step.size] - 1) <= NEAR
     adapted = shape.adapter > 0
     planned = args.train_precision, args.spec.sampled_in, args.exact_rollouts
     alike = adapted == step.adapted and (not adapted or args.lora_sync == step.lora_sync)

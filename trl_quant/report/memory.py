@@ -13,7 +13,7 @@
 | gradients | while training: of the trained weights |
 | checkpoints | while training: each layer's input, kept by gradient checkpointing |
 | work | while training: one layer, or the head, with its backward pass |
-| cache | while sampling without vLLM: keys and values of a generation |
+| cache | while sampling without vLLM: keys and values of a generation, and a hybrid's states |
 | denoising | while a masked diffusion model samples: one layer without gradients, and its logits |
 | beside | CUDA and libraries, which torch's allocator does not count |
 
@@ -24,6 +24,9 @@ bytes for each unit of the MLP's width and of the hidden width ([`WORK`]). These
 
 In a mixture of experts all experts count in weights, gradients and copies, and a layer's backward pass in the k experts
 that a token reaches: with their widths, and with the rows of k experts' inputs and outputs. That part was not measured.
+
+In a hybrid a sequence has a state of one size in each layer that carries one, and keys and values in each layer with
+attention. The backward pass of a layer counts as if it had attention alone, which was not measured either.
 """
 
 import math
@@ -41,6 +44,7 @@ from ..formats import FORMATS
 from ..layers.weight_only import BUFFER_BYTES
 from ..models.families import EXPERT_PARTS
 from ..models.linears import LinearLayer, linears
+from ..policy.hybrids import states_of
 from ..precisions import PRECISIONS, unified_flows, with_products
 from ..rollout.embedded.diffusion import CHUNK, TOKENS_AT_ONCE
 from ..rollout.verify.kv_cache import CACHE_FORMATS
@@ -109,6 +113,8 @@ class Shape:
         wide (`int`): Width of the MLP: in a mixture, of all experts that a token reaches.
         layers (`int`): Decoder layers.
         token (`int`): Values that the KV cache holds for a token.
+        state (`int`): Values that the states of a hybrid hold for a sequence, in FP32; 0 in another model.
+        window (`int`): Values that its convolutions keep of a sequence.
         experts (`int`): Parameters of all routed experts; 0 in a dense model.
         per_token (`int`): Number of experts that a token reaches in a layer; 0 in a dense model.
         active (`int`): Parameters that compute a token, which are those of `per_token` experts and all others.
@@ -123,6 +129,8 @@ class Shape:
     wide: int
     layers: int
     token: int
+    state: int
+    window: int
     experts: int
     per_token: int
     active: int
@@ -162,6 +170,7 @@ class Shape:
         kinds = getattr(text, "layer_types", None) or []
         attending = text.num_hidden_layers - kinds.count("linear_attention")  # the others keep a state of one size
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        state, window = states_of(model)
         return cls(
             linear=linear,
             other=parameters - linear,
@@ -172,10 +181,19 @@ class Shape:
             wide=_width(layers, per_token),
             layers=text.num_hidden_layers,
             token=2 * attending * heads * size,
+            state=state,
+            window=window,
             experts=experts,
             per_token=per_token,
             active=parameters - asleep,
         )
+
+    def cache(self, sequences: int, tokens: int, size: int, wide: int) -> int:
+        """
+        Returns the bytes of the cache of some sequences with `tokens` tokens each: keys and values of `size` bytes,
+        windows of convolutions of `wide` bytes, and states.
+        """
+        return sequences * (tokens * self.token * size + self.window * wide + self.state * FP32_BYTES)
 
 
 def _width(layers: Collection[LinearLayer], per_token: int) -> int:
@@ -277,10 +295,10 @@ def _engine(args, shape: Shape, dtype: torch.dtype, prompt: int, card: int) -> t
     name = args.spec.source
     if name == "server":
         return 0, 0
-    tokens = completions_in_flight(args) * (prompt + args.max_completion_length)
     if name == "colocate":
         return sum(_vllm(args, shape, card)), 0
-    cache = tokens * shape.token * (BF16_BYTES if args.bf16 or args.fp16 else dtype.itemsize)
+    size = BF16_BYTES if args.bf16 or args.fp16 else dtype.itemsize
+    cache = shape.cache(completions_in_flight(args), prompt + args.max_completion_length, size, size)
     if args.denoises and not args.cache_finished_blocks:
         cache = 0
     if name not in ("embedded", "diffusion"):
@@ -312,14 +330,14 @@ def completions_in_flight(args) -> int:
 
 def cache_of(args, shape: Shape, prompt: int, card: int) -> tuple[int, int]:
     """
-    Returns the bytes of the keys and values of a GPU's completions in flight at their longest, and the bytes that vLLM
-    in the trainer's process has for them.
+    Returns the bytes of the cache of a GPU's completions in flight at their longest, and the bytes that vLLM in the
+    trainer's process has for them.
     """
     dtype = (args.vllm_engine_kwargs or {}).get("kv_cache_dtype", "auto")
     size = 1 if dtype in CACHE_FORMATS else BF16_BYTES
-    tokens = completions_in_flight(args) * (prompt + args.max_completion_length)
     _, room = _vllm(args, shape, card)
-    return tokens * shape.token * size, room
+    tokens = prompt + args.max_completion_length
+    return shape.cache(completions_in_flight(args), tokens, size, BF16_BYTES), room
 
 
 def _vllm(args, shape: Shape, card: int) -> tuple[int, int]:

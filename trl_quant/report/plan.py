@@ -144,6 +144,8 @@ def make_plan(
         lines += _memory_lines(memory, place, card)
         if shape.experts:
             lines.append(f"  experts   counted for {shape.per_token} a token in `work`, which no run has measured")
+        if shape.state:
+            lines.append("  states    counted in `cache`. Their backward pass is not in `work`: no run has measured it")
         lines += in_flight_lines(args, shape, prompt, card)
         if memory.card > card:
             lines += ["It would fit with one of these changes:", *(f"  {line}" for line in cures(planned))]

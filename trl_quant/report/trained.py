@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from peft import PeftConfig, PeftModel
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from .. import rollout
 from ..config.checks.vllm import check_engine_kwargs
@@ -31,6 +31,7 @@ from ..storage.manifest import check_read
 from ..storage.named import check_named
 from ..storage.quantization import gathered_dtype, prepared_precisions
 from ..storage.run_checkpoints import how_to_go_on, last_complete_checkpoint, read_rollout_state
+from ..storage.source import loader_of
 
 
 logger = logging.getLogger(__name__)
@@ -190,7 +191,8 @@ class Trained:
             packed, config = packed_while_loading(self.base, precision, "train_precision", self.trust, self.revision)
             packing = {"quantization_config": packed}
         with reading(self.base):
-            model = AutoModelForCausalLM.from_pretrained(self.base, dtype=dtype, **self.of_base, **packing, **config)
+            loader = loader_of(AutoConfig.from_pretrained(self.base, **self.of_base))
+            model = loader.from_pretrained(self.base, dtype=dtype, **self.of_base, **packing, **config)
         for_four_bits = precision in qat_precisions() and not self.adapter  # all weights, as saved
         frozen = self.prepared or (precision in frozen_bases() and not for_four_bits)
         if frozen:

@@ -15,13 +15,15 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..formats import FORMATS
 from ..models.families import EXPERT
 from ..reading import reading
+from .experts import NamesOnDisk
 from .files import read_config
 from .layout import quantization_config, rewrite_checkpoint, storable
+from .source import loader_of
 
 
 PROBE = 128  # tokens on which the smoothed model is compared with the source
@@ -32,14 +34,19 @@ BOUND_16_BITS = 0.1
 
 def check_awq(format: str, layers: Iterable[str]) -> None:
     """
-    Raises `ValueError` for a format that quantizes inputs too, or if experts are among the `layers` to quantize, and
-    `ImportError` if llmcompressor is missing.
+    Raises `ValueError` for a format that quantizes inputs too, or if experts or a state-space model's projections are
+    among the `layers` to quantize, and `ImportError` if llmcompressor is missing.
     """
     allowed = [name for name in storable() if FORMATS[name].activations is None]
     if format not in allowed:
         raise ValueError(f"`--awq` is for weight-only formats, not {format!r}; allowed: {', '.join(allowed)}.")
     if any(EXPERT.fullmatch(name) for name in layers):
         raise ValueError("`--awq` scales linear layers, and not the experts of a mixture. Leave it out.")
+    if any(".mamba." in name for name in layers):
+        raise ValueError(
+            "`--awq` scales all layers that a norm feeds, and llmcompressor knows none of a state-space model. "
+            "Leave it out."
+        )
     try:
         import llmcompressor  # noqa: F401
     except ImportError as error:
@@ -79,7 +86,8 @@ def smooth_checkpoint(
     from llmcompressor.utils.helpers import DisableQuantization
 
     with reading(source):
-        model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", trust_remote_code=trust).eval()
+        loader = loader_of(AutoConfig.from_pretrained(source, trust_remote_code=trust))
+        model = loader.from_pretrained(source, dtype="auto", trust_remote_code=trust).eval()
     probe = torch.tensor([sequences[0][:PROBE]])
     before = _logits(model, probe)
     model = _scaled(model, format, ignore, sequences, tokenizer, trust)
@@ -92,7 +100,7 @@ def smooth_checkpoint(
             f"`--awq`: llmcompressor's scaling changes the logits of {type(model).__name__} by {change:.1e} of their "
             f"size, more than rounding does ({bound}). Leave `--awq` out."
         )
-    weights = dict(model.named_parameters())
+    weights = dict(NamesOnDisk(model).stream(model.named_parameters()))
 
     def smoothed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Replaces only the scaled tensors, because the source may hold others in another type than the model does."""

@@ -33,7 +33,15 @@ from ..formats import FORMATS, Format, QuantizedTensor, quantize
 from ..formats.common import Parts
 from ..formats.nvfp4 import global_scale
 from ..models.families import EXPERT, EXPERT_PARTS, HEAD, families_with, number_of_experts
-from ..models.linears import FusedGroups, fused_layer, fused_with, holds_experts, is_mixtures, is_quantizable
+from ..models.linears import (
+    FusedGroups,
+    fused_layer,
+    fused_with,
+    holds_experts,
+    is_mixtures,
+    is_quantizable,
+    keeps_type,
+)
 from .files import (
     CODE,
     FILES,
@@ -437,7 +445,7 @@ def linear_layers(
 ) -> tuple[list[str], list[str]]:
     """
     Returns the names of a checkpoint's linear layers: those that [`quantize_checkpoint`] quantizes, and those in
-    `ignore` and routers. Reads only the headers of the files, which show whether a file is complete.
+    `ignore`, routers and gates. Reads only the headers of the files, which show whether a file is complete.
 
     Raises:
         ValueError: There is no such checkpoint, it is quantized already, a file is incomplete, it is a mixture of
@@ -465,7 +473,7 @@ def linear_layers(
             if format is not None:
                 check_stored(name, stored.shape, format)
             layers.append(name.removesuffix(".weight"))
-        elif is_quantizable(name, stored.like, ()) or (is_matrix and is_mixtures(name)):
+        elif is_matrix and (keeps_type(name) or is_quantizable(name, stored.like, ())):
             left.append(name.removesuffix(".weight"))
     if not layers:
         raise ValueError(f"source: {source} has no linear layers to quantize (left as they are: {left or 'none'}).")

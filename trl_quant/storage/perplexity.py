@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from ..formats import fake_quantize_activation
 from ..models.linears import fused_layer, is_mixtures, linears
@@ -20,6 +20,7 @@ from ..reading import reading
 from .experts import NamesOnDisk
 from .files import read_heads, read_tensors, weight_files
 from .layout import read_quantized
+from .source import loader_of
 
 
 def perplexities(
@@ -36,7 +37,8 @@ def perplexities(
         trust (`bool`): Whether the checkpoint's own Python may run.
     """
     with reading(source):
-        model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", trust_remote_code=trust).to(device).eval()
+        loader = loader_of(AutoConfig.from_pretrained(source, trust_remote_code=trust))
+        model = loader.from_pretrained(source, dtype="auto", trust_remote_code=trust).to(device).eval()
     before = perplexity(model, sequences)
     become_quantized(model, result, format)
     after = perplexity(model, sequences)
@@ -70,7 +72,9 @@ def become_quantized(model: PreTrainedModel, checkpoint: Path, format: str) -> N
         ValueError: The model has other names for the checkpoint's tensors.
     """
     heads = read_heads(weight_files(checkpoint))
-    own = dict(NamesOnDisk(model).stream(model.named_parameters(remove_duplicate=False)))
+    on_disk = NamesOnDisk(model)
+    own = dict(on_disk.stream(model.named_parameters(remove_duplicate=False)))
+    places = {on_disk.of(layer.weight): place for place, layer in linears(model).items() if not layer.holds_experts}
     units: dict[str, list[str]] = {}
     for name in heads:
         units.setdefault(fused_layer(name), []).append(name)
@@ -86,7 +90,7 @@ def become_quantized(model: PreTrainedModel, checkpoint: Path, format: str) -> N
             own[name].copy_(tensor)
         for layer in layers:
             if not is_mixtures(f"{layer}.weight"):
-                model.get_submodule(layer).register_forward_pre_hook(
+                model.get_submodule(places[f"{layer}.weight"]).register_forward_pre_hook(
                     lambda _, inputs: (fake_quantize_activation(inputs[0], format, check=False), *inputs[1:])
                 )
     experts = {place.rpartition(".")[0] for place, layer in linears(model).items() if layer.holds_experts}

@@ -1,6 +1,9 @@
 """Finds the checkpoint that `trl-quant prepare` or `export` reads, on disk or the hub, and its linear layers."""
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -52,7 +55,8 @@ class Source:
     def ignored(self) -> list[str]:
         """
         Returns the names of the linear layers outside the decoder and of routers, which are never quantized. Where a
-        model reads images, all matrices outside the decoder are among them, by their names on disk.
+        model reads images, all matrices outside the decoder are among them, by their names on disk. What transformers
+        leaves out when it loads, such as a layer for speculative decoding, is named by a pattern.
         """
         policy, matrices = self.skeleton(), [name for name, stored in self.heads.items() if len(stored.shape) == 2]
         kept = [name for name in self.heads if ROUTER.fullmatch(name)]
@@ -60,7 +64,7 @@ class Source:
             decoder = _decoder(policy)
             kept += [name for name in matrices if name not in decoder and not EMBEDDING.fullmatch(name)]
         names = (name.removesuffix(".weight") for name in kept if name.endswith(".weight"))
-        return list(dict.fromkeys([*unquantized_linears(policy), *names]))
+        return list(dict.fromkeys([*unquantized_linears(policy), *names, *_left_out(policy, self.heads)]))
 
     def layers(self, format: str | None = None) -> tuple[list[str], list[str]]:
         """
@@ -80,6 +84,22 @@ class Source:
                 f"{type(policy).__name__}, and only those can be quantized."
             )
         return chosen, left
+
+
+def _left_out(policy: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    """Returns patterns of the modules among `names` on disk that transformers' model leaves out when it loads."""
+    ignored = policy._keys_to_ignore_on_load_unexpected or ()
+    candidates = [name for name in names if any(re.search(pattern, name) for pattern in ignored)]
+    if not candidates:
+        return []
+    own = {prefix for name, _ in NamesOnDisk(policy).stream(policy.named_parameters()) for prefix in _prefixes_of(name)}
+    outside = (next((prefix for prefix in _prefixes_of(name) if prefix not in own), None) for name in candidates)
+    return [f"re:{re.escape(prefix)}\\..*" for prefix in dict.fromkeys(outside) if prefix is not None]
+
+
+def _prefixes_of(name: str) -> list[str]:
+    """Returns "a", "a.b" and "a.b.c" of the name "a.b.c"."""
+    return list(accumulate(name.split("."), "{}.{}".format))
 
 
 def _decoder(policy: PreTrainedModel) -> set[str]:
@@ -120,6 +140,16 @@ def find_source(model: str, revision: str | None, trust: bool, option: str = "--
 def kinds(names: list[str]) -> str:
     """Lists the last parts of the layers' names, such as `q_proj`, each once."""
     return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
+
+
+def loader_of(config: PreTrainedConfig) -> type:
+    """
+    Returns the class whose `from_pretrained` loads the whole model of a config: of a model that reads images, that of
+    its architecture, as TRL does. `AutoModelForCausalLM` makes another model of some, with other names.
+    """
+    kind = getattr(transformers, (config.architectures or [""])[0], None)
+    is_class = isinstance(kind, type) and issubclass(kind, PreTrainedModel)
+    return kind if is_class and config.get_text_config() is not config else AutoModelForCausalLM
 
 
 def skeleton_of(path: Path, trust_remote_code: bool = False) -> PreTrainedModel:

@@ -9,16 +9,18 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tampering import sync_changed
-from tiny import save_tiny, tiny_model
+from tiny import save_tiny, tiny_model, tiny_tokenizer
 from training import config, make
 from transformers import AutoModelForCausalLM
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
+from vllm import LLM
 from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
-from vllm_engines import SMALL, engine, fresh, greedy, keep, policy, update
+from vllm_engines import MEMORY, SMALL, engine, fresh, greedy, keep, policy, update
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant.cli import main as command
 from trl_quant.config.checks.rule import refusal
 from trl_quant.models.linears import linears
 from trl_quant.models.names import clean_name
@@ -64,6 +66,18 @@ def assert_live_is_fresh(built, model, precision, path, syncs: int, **options) -
 
 def test_three_syncs_leave_the_bits_of_a_fresh_engine(sampler, tmp_path):
     assert_live_is_fresh(sampler, sampler.model, "int8", tmp_path, 3)
+
+
+def test_vllm_reads_what_prepare_writes(sampler, tmp_path):
+    """It starts with the bits of the synced engine: the file names the layers that keep their type."""
+    sampler.sync()
+    sampler.model.save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    command(["prepare", "--model", str(tmp_path / "model"), "--format", "int8", "--output", str(tmp_path / "int8")])
+    options = {"max_model_len": 512, "max_num_seqs": 8, "logprobs_mode": "processed_logprobs"}
+    started = LLM(str(tmp_path / "int8"), dtype="bfloat16", gpu_memory_utilization=MEMORY, **SMALL, **options)
+    keep(started)
+    assert greedy(started) == greedy(sampler.llm)
 
 
 @pytest.mark.parametrize(("family", "precision"), [("qwen3_next", "bf16"), ("falcon_h1", "int8")])

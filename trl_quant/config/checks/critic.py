@@ -84,8 +84,8 @@ def _why_no_critic(run: Given, config) -> str | None:
 
 def _other_tokens(run: Given, config) -> str | None:
     """Returns why a critic with a smaller embedding lacks tokens of the policy, or `None` if it lacks only padding."""
-    rows = run.config.get_text_config().vocab_size
-    if config.vocab_size >= rows:
+    rows, own = (given.get_text_config().vocab_size for given in (run.config, config))
+    if own >= rows:
         return None
     trust = run.args.trust_remote_code
     tokenizer = saved_tokenizer(run.config, trust) if run.processing_class is None else run.processing_class
@@ -94,8 +94,8 @@ def _other_tokens(run: Given, config) -> str | None:
         "critic": saved_tokenizer(config, trust),
     }
     known = {name: tokenizer for name, tokenizer in tokenizers.items() if tokenizer is not None}
-    fault = why_not_one_vocabulary(config.vocab_size, known)
-    return None if fault is None else f"has {config.vocab_size} tokens, and the policy {rows}: {fault}"
+    fault = why_not_one_vocabulary(own, known)
+    return None if fault is None else f"has {own} tokens, and the policy {rows}: {fault}"
 
 
 RULES = (
@@ -139,7 +139,8 @@ RULES = (
     Rule(
         ("value_model_name_or_path",),
         when=lambda run: not run.args.vf_share_layers and _fault(run),
-        message="The critic's {found}. Name another model in `value_model_name_or_path`.",
+        message="The critic's {found}. Name another model in `value_model_name_or_path`, or set "
+        "`vf_share_layers=True`.",
         needs="model",
     ),
 )

@@ -1,5 +1,7 @@
 """Rules of what is trained: its precision, its sharding, its reference model, and the scale of UAQ."""
 
+import os
+
 from ...formats import FORMATS
 from ...models.families import FAMILIES, families_with, family_of, is_tested
 from ...models.linears import linears
@@ -41,6 +43,20 @@ def _pads_otherwise(run: Given) -> str | None:
         return None
     is_packed = run.args.pack_sequences is not False and not why_not_packed(run.args, run.config, run.processing_class)
     return None if is_packed else model_type
+
+
+def _unwrapped(run: Given) -> tuple[str, str] | None:
+    """
+    Returns, by their classes, the layers that FSDP2 would look for in the policy in vain, and those that it has: where
+    the user names none, accelerate takes the names of transformers' class, which may be those of a larger model.
+    """
+    given = run.args.fsdp_plugin_args or {}
+    names = given.get("transformer_cls_names_to_wrap") or os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP")
+    policy = given.get("auto_wrap_policy") or os.environ.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP")
+    if names or policy.upper() != "TRANSFORMER_BASED_WRAP":
+        return None
+    wanted, own = set(run.policy._no_split_modules or ()), {type(module).__name__ for module in run.policy.modules()}
+    return (listed(sorted(wanted - own)), ",".join(sorted(wanted & own))) if wanted - own else None
 
 
 def _bits(run: Given) -> str:
@@ -171,6 +187,14 @@ RULES = (
         message="`train_precision`={args.train_precision!r} with ZeRO-3, which shards weights that must be quantized "
         "whole. Use FSDP2 (`fsdp_version: 2`), DDP or ZeRO-2.",
         needs="arguments",
+    ),
+    Rule(
+        ("fsdp_config",),
+        when=lambda run: run.args.fsdp_version == 2 and _unwrapped(run),
+        message="FSDP2 would wrap layers of the classes {found[0]}, of which the policy has none. Name those that it "
+        "has: `fsdp_transformer_layer_cls_to_wrap: {found[1]}` in accelerate's config file, or "
+        "'transformer_layer_cls_to_wrap' in `fsdp_config`.",
+        needs="model",
     ),
     Rule(
         ("rollout_precision",),
