@@ -19,7 +19,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled, unse
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
-from vllm_engines import SMALL, greedy, keep
+from vllm_engines import COLOCATED, SMALL, greedy, keep
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, choose_precision
 from trl_quant.cli import main as command
@@ -115,11 +115,8 @@ def test_what_is_not_counted(tmp_path, monkeypatch):
 
 def settings(tmp_path, config_class=QuantGRPOConfig, **overrides):
     options = {
-        "use_vllm": True,
-        "vllm_mode": "colocate",
+        **COLOCATED,
         "rollout_precision": "bf16",
-        "vllm_engine_kwargs": SMALL,
-        "vllm_max_model_length": 512,
         "max_steps": 2,
     }
     return config(config_class, tmp_path / "out", **options | overrides)

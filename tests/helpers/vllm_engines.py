@@ -49,6 +49,8 @@ SMALL = {"enforce_eager": True, "kv_cache_memory_bytes": 16 << 20, "disable_log_
 if GPU:  # captured CUDA graphs, without the minutes that torch.compile takes
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
     SMALL |= {"enforce_eager": False, "compilation_config": graphs, "kv_cache_memory_bytes": 256 << 20}
+# Of runs in which vLLM samples in the trainer's process
+COLOCATED = {"use_vllm": True, "vllm_mode": "colocate", "vllm_engine_kwargs": SMALL, "vllm_max_model_length": 512}
 # Of engines that sleep: they free so much that other tests on the card, which move its free memory too, do not matter
 SLEEPING = SMALL | {"kv_cache_memory_bytes": 6 << 30}
 # Of the models in tests on GPUs: large enough for every kernel, on one GPU or two
@@ -74,10 +76,7 @@ GPU_RUN = {
     "vllm_gpu_memory_utilization": MEMORY,
 }
 # Of runs with a frozen base, in which steps with noise and steps without alternate with syncs and checks
-NOISY_RUN = {
-    "use_vllm": True,
-    "vllm_mode": "colocate",
-    "vllm_engine_kwargs": SMALL,
+NOISY_RUN = COLOCATED | {
     "vllm_max_model_length": 256,
     "noise_schedule": "exponential",
     "noise_stages": 3,

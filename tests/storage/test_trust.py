@@ -195,11 +195,10 @@ def test_an_unknown_model_is_refused(unknown, entry, tmp_path, monkeypatch, caps
 def test_transformers_models_in_vllm(known, tmp_path, monkeypatch):
     """vLLM's own way to a checkpoint's classes."""
     pytest.importorskip("vllm")
-    from vllm_engines import SMALL
+    from vllm_engines import COLOCATED
 
-    options = {"use_vllm": True, "vllm_mode": "colocate", "vllm_engine_kwargs": SMALL, "vllm_max_model_length": 512}
     with pytest.raises((ValueError, RuntimeError)):
-        train(known, False, tmp_path, vllm_model_impl="transformers", **options)
+        train(known, False, tmp_path, vllm_model_impl="transformers", **COLOCATED)
     assert not known.ran()
 
 

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 pytest.importorskip("vllm", reason="vLLM is not installed")
 import vllm
 from vllm import LLM
-from vllm_engines import GPU, SMALL, keep
+from vllm_engines import COLOCATED, GPU, SMALL, keep
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, choose_precision
 from trl_quant.rollout.settings import SamplingSettings
@@ -34,10 +34,7 @@ from trl_quant.rollout.vllm import choice, trial
 pytestmark = pytest.mark.vllm
 
 COLOCATE = {
-    "use_vllm": True,
-    "vllm_mode": "colocate",
-    "vllm_engine_kwargs": SMALL,
-    "vllm_max_model_length": 512,
+    **COLOCATED,
     "vllm_gpu_memory_utilization": 0.2,
     "sync_check_steps": 0,  # which samples too
 }

@@ -11,7 +11,7 @@ from training import dataset, lora, trainer_for
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
-from vllm_engines import SMALL, fresh, greedy, keep, policy
+from vllm_engines import COLOCATED, fresh, greedy, keep, policy
 
 from trl_quant import QuantGRPOTrainer
 from trl_quant.formats import quantize
@@ -27,10 +27,7 @@ pytestmark = pytest.mark.vllm
 def trainer_of(path, model, **settings) -> QuantGRPOTrainer:
     options = {
         "rollout_precision": "int8",
-        "use_vllm": True,
-        "vllm_mode": "colocate",
-        "vllm_engine_kwargs": SMALL,
-        "vllm_max_model_length": 512,
+        **COLOCATED,
         "sync_check_steps": 0,
         "max_steps": 1,
     }

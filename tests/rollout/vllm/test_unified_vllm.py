@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
-from vllm_engines import SMALL, engine, fresh, greedy, keep, policy, update
+from vllm_engines import COLOCATED, engine, fresh, greedy, keep, policy, update
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.formats import quantize
@@ -103,7 +103,7 @@ def test_a_mixtures_codes(family, monkeypatch):
 
 def test_an_adapter_beside_a_policy_in_fp32(tmp_path):
     """The engine quantizes the BF16 checkpoint: so does the trainer, whatever type it loads that to."""
-    options = {"use_vllm": True, "vllm_mode": "colocate", "vllm_engine_kwargs": SMALL, "vllm_max_model_length": 512}
+    options = COLOCATED
     args = config(QuantGRPOConfig, tmp_path / "out", train_precision="int8", lora_sync="adapter", **options)
     model = save_tiny(tmp_path / "model", dtype=torch.bfloat16)
     trainer = make(QuantGRPOTrainer, args, model=model, peft_config=lora())

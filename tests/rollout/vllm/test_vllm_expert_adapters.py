@@ -8,7 +8,7 @@ from training import config, make
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
-from vllm_engines import SMALL, engine, fresh, greedy, keep, policy, update
+from vllm_engines import COLOCATED, engine, fresh, greedy, keep, policy, update
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 
@@ -45,11 +45,8 @@ def test_grpo_trains_adapters_of_experts(tmp_path):
     args = config(
         QuantGRPOConfig,
         tmp_path / "out",
-        use_vllm=True,
-        vllm_mode="colocate",
+        **COLOCATED,
         rollout_precision="bf16",
-        vllm_engine_kwargs=SMALL,
-        vllm_max_model_length=512,
         max_steps=3,
         max_completion_length=16,
         learning_rate=1e-3,

@@ -16,7 +16,7 @@ from training import config, make
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
-from vllm_engines import SMALL, engine, fresh, greedy, keep, policy, update
+from vllm_engines import COLOCATED, engine, fresh, greedy, keep, policy, update
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.rollout.verify.rows import rows_to_check
@@ -194,11 +194,8 @@ def test_grpo_trains_a_mixture(tmp_path, peft_config):
     args = config(
         QuantGRPOConfig,
         tmp_path / "out",
-        use_vllm=True,
-        vllm_mode="colocate",
+        **COLOCATED,
         rollout_precision="bf16",
-        vllm_engine_kwargs=SMALL,
-        vllm_max_model_length=512,
         max_steps=3,
         max_completion_length=16,
         learning_rate=1e-3,

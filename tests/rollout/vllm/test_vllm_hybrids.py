@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm import LLM
 from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
-from vllm_engines import MEMORY, SMALL, engine, fresh, greedy, keep, policy, update
+from vllm_engines import COLOCATED, MEMORY, SMALL, engine, fresh, greedy, keep, policy, update
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.cli import main as command
@@ -191,11 +191,8 @@ def test_grpo_trains_a_hybrid(tmp_path):
     args = config(
         QuantGRPOConfig,
         tmp_path / "out",
-        use_vllm=True,
-        vllm_mode="colocate",
+        **COLOCATED,
         rollout_precision="bf16",
-        vllm_engine_kwargs=SMALL,
-        vllm_max_model_length=512,
         max_steps=2,
         max_completion_length=16,
         learning_rate=1e-3,

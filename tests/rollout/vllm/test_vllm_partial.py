@@ -8,7 +8,7 @@ from training import Killed, dataset, killing, metrics, parameters, trainer_for
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from vllm_engines import SMALL, keep
+from vllm_engines import COLOCATED, keep
 
 from trl_quant import QuantGRPOTrainer
 
@@ -23,7 +23,7 @@ def model(tmp_path_factory):
 
 
 def built(path, model, kill_at=None, **given):
-    settings = {"use_vllm": True, "vllm_mode": "colocate", "vllm_engine_kwargs": SMALL, "vllm_max_model_length": 512}
+    settings = COLOCATED
     settings |= {"rollout_precision": "int8", "rollouts_in_flight": 2.0, "max_completion_length": 24, "max_steps": 4}
     settings |= {"per_device_train_batch_size": 4, "num_generations": 2, "save_strategy": "steps", "save_steps": 1}
     settings |= {"generation_kwargs": {"stop_token_ids": ENDS}, "reward_funcs": killing(kill_at)}

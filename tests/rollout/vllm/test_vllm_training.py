@@ -12,7 +12,7 @@ from training import config, dataset, lora, make
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
-from vllm_engines import SMALL, fp8_block_anywhere, fresh, greedy, keep
+from vllm_engines import COLOCATED, SMALL, fp8_block_anywhere, fresh, greedy, keep
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 
@@ -40,11 +40,8 @@ SPECULATION = {"method": "ngram", "num_speculative_tokens": 2}
 
 def settings(tmp_path, **overrides):
     options = {
-        "use_vllm": True,
-        "vllm_mode": "colocate",
+        **COLOCATED,
         "rollout_precision": "int8",
-        "vllm_engine_kwargs": SMALL,
-        "vllm_max_model_length": 512,
         "max_steps": 3,
         "max_completion_length": 16,
     }
