@@ -305,8 +305,8 @@ CASES = {
     "vllm": [
         Case("`lora_sync`='adapter' acts only with a `rollout_precision`", fields={"lora_sync": "adapter"}),
         Case("VLLM_USE_DEEP_GEMM_E8M0=0", fields=SERVER | {"rollout_precision": None, "train_precision": "fp8_block"}),
-        Case("acts only with vLLM, and `use_vllm=False`", fields={**INT8, "vllm_max_model_length": 600}),
         Case("`sync_check_steps`=9 acts only with vLLM", ASYNC, THREAD | {"sync_check_steps": 9}),
+        Case("acts only with vLLM, and `use_vllm=False`", fields={**INT8, "vllm_max_model_length": 600}),
         Case("acts only with transformers' `generate`", fields={**VLLM, "cache_implementation": "static"}),
         Case("`vllm_model_impl`='vlm' is unknown", fields={**VLLM, "vllm_model_impl": "vlm"}),
         Case("leaves no room for a prompt", fields={**VLLM, "vllm_max_model_length": 512}),

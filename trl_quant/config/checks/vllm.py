@@ -221,7 +221,7 @@ RULES = (
             "vLLM, and `use_vllm=False`",
             where=lambda run: run.spec.sampler is None or run.args.use_vllm,
         )
-        for names in (("vllm_structured_outputs_regex", "vllm_max_model_length"), OF_ENGINES)
+        for names in (OF_ENGINES, ("vllm_structured_outputs_regex", "vllm_max_model_length"))
     ),
     acts_only(
         ("cache_implementation",),
