@@ -307,7 +307,7 @@ def test_inductor_keeps_the_bits_if_it_keeps_the_roundings():
     [
         # An adapter and all weights, compiled in one of the two ways, each with two layers. A precision is in one run:
         # `test_a_decoder_layer_is_one_graph` has it with an adapter and with all weights
-        ("int8", "full", "each layer", 2),
+        pytest.param("int8", "full", "each layer", 2, marks=pytest.mark.long),
         pytest.param("fp8", "lora", "model", 2, marks=pytest.mark.long),
         ("nvfp4", "full", "model", 1),
     ],

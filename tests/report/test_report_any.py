@@ -73,7 +73,7 @@ def test_any_state_is_reported_or_refused(tmp_path, state):
 
 @pytest.mark.filterwarnings("ignore")  # of glyphs that a font lacks, and axes without room
 @given(good_log)
-@settings(max_examples=10, **SETTINGS)
+@settings(max_examples=5, **SETTINGS)
 def test_any_log_is_drawn(tmp_path, rows):
     run = reported(tmp_path, {"trainer_state.json": json.dumps({"log_history": rows}).encode()})
     chart([run]).draw_without_rendering()

@@ -24,6 +24,7 @@ def test_ranks_that_hold_the_policy_whole(found):
     assert len({entry["reward"] for entry in left["log"]}) == 3
 
 
+@pytest.mark.long
 def test_a_policy_in_parts(found):
     """
     FSDP2 trains as DDP does, bit for bit, resumed and with a reference policy. Layers that share NVFP4's global scale
@@ -38,6 +39,7 @@ def test_a_policy_in_parts(found):
         assert abs(ours["mismatch/kl_k3"]) < 1e-9
 
 
+@pytest.mark.long
 def test_weights_that_are_gathered_in_bf16(found):
     """Then Q is of the rounded weights, in both passes and in the engine."""
     left, right = found("fsdp2", ROUNDED)

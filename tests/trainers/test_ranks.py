@@ -37,8 +37,7 @@ LAUNCHES = {
         [*EMBEDDED, *PPO, *ASYNC, *PASSES, *TRAINED, *PACKED[1:], *LATE, *MASKED, "tp-int8-lora"],
     ),
     f"tp{LONG}": ("ddp", ["spread-bf16-full"]),
-    "dp": ("ddp", ["dp-int8-full"]),  # vLLM keeps a process to one tensor parallel size
-    f"dp{LONG}": ("ddp", ["beside-int8-lora"]),
+    f"dp{LONG}": ("ddp", ["dp-int8-full", "beside-int8-lora"]),  # vLLM keeps a process to one tensor parallel size
     "fsdp2": (
         "fsdp2",
         [

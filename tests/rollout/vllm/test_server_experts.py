@@ -31,12 +31,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 UNREACHED = 2  # the expert that no token reaches
 
 
-OFTEN = ("qwen3_moe", "glm4_moe")  # one without shared experts and biases of its router, and one with both
-
-
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(family, marks=[] if family in OFTEN else pytest.mark.long) for family in MIXTURES],
+    params=[pytest.param(family, marks=[] if family == "glm4_moe" else pytest.mark.long) for family in MIXTURES],
 )
 def server(request, tmp_path_factory):
     """One family's policy and the server that was started on it, shared by the tests of this file."""

@@ -118,6 +118,7 @@ def test_an_adapter_that_does_not_fit_is_refused_and_the_engine_goes_on(tmp_path
         sampled_from(trainer)
 
 
+@pytest.mark.long
 def test_any_order_of_changes(tmp_path):
     """Within the check's bound of the policy of that moment, which what was sampled before the change often is not."""
     trainer = trainer_of(tmp_path, adapted(tmp_path / "model", seed=1), save_strategy="steps", save_steps=1)

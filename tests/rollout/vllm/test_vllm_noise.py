@@ -26,7 +26,10 @@ def test_noise_arrives(tmp_path, family):
     sampler.check_sync()
 
 
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=pytest.mark.long if name in ("qwen2_moe", "mixtral") else []) for name in MIXTURES],
+)
 def test_noise_arrives_in_mixtures(tmp_path, family):
     """All experts are chosen: with fewer, rounding in BF16 sends some tokens to others, which hides what noise does."""
     every_expert = {"num_experts_per_tok": 4}

@@ -158,7 +158,9 @@ def test_server_with_another_weight_transfer(tmp_path, model, servers, monkeypat
     assert """--weight-transfer-config '{"backend": "trl_quant"}'""" in command
 
 
-@pytest.mark.parametrize(("precision", "tuning"), [("bf16", "full"), ("int8", "full"), ("int8", "lora")])
+@pytest.mark.parametrize(
+    ("precision", "tuning"), [("bf16", "full"), ("int8", "full"), pytest.param("int8", "lora", marks=pytest.mark.long)]
+)
 def test_server_samples_from_the_policy(tmp_path, model, servers, monkeypatch, precision, tuning):
     """
     Three steps, with noise on the way; then the server equals an engine that vLLM starts on the weights. The INT8
