@@ -103,8 +103,7 @@ def test_a_mixtures_codes(family, monkeypatch):
 
 def test_an_adapter_beside_a_policy_in_fp32(tmp_path):
     """The engine quantizes the BF16 checkpoint: so does the trainer, whatever type it loads that to."""
-    options = COLOCATED
-    args = config(QuantGRPOConfig, tmp_path / "out", train_precision="int8", lora_sync="adapter", **options)
+    args = config(QuantGRPOConfig, tmp_path / "out", train_precision="int8", lora_sync="adapter", **COLOCATED)
     model = save_tiny(tmp_path / "model", dtype=torch.bfloat16)
     trainer = make(QuantGRPOTrainer, args, model=model, peft_config=lora())
     keep(trainer)

@@ -23,8 +23,12 @@ def model(tmp_path_factory):
 
 
 def built(path, model, kill_at=None, **given):
-    settings = COLOCATED
-    settings |= {"rollout_precision": "int8", "rollouts_in_flight": 2.0, "max_completion_length": 24, "max_steps": 4}
+    settings = COLOCATED | {
+        "rollout_precision": "int8",
+        "rollouts_in_flight": 2.0,
+        "max_completion_length": 24,
+        "max_steps": 4,
+    }
     settings |= {"per_device_train_batch_size": 4, "num_generations": 2, "save_strategy": "steps", "save_steps": 1}
     settings |= {"generation_kwargs": {"stop_token_ids": ENDS}, "reward_funcs": killing(kill_at)}
     trainer = trainer_for(path, model, QuantGRPOTrainer, **settings | {"train_dataset": dataset(8)} | given)
