@@ -250,7 +250,7 @@ CASES = {
         Case("do not carry their routing yet", ASYNC, THREAD | {"router_replay": True}),
         Case("no generations to carry completions between", ASYNC, THREAD | {"rollouts_in_flight": 2.0}),
         Case("needs advantages that are not standardized", ASYNC, {"is_correction": "ais"}),
-        Case("each sync is followed by one update", ASYNC, THREAD | {"proximal_pass": True}),
+        Case("one update follows each sync", ASYNC, THREAD | {"proximal_pass": True}),
         Case("proximal policy is the trained one", ASYNC, {"is_correction": "dppo"} | PROXIMAL),
         Case("samples while nothing trains", ASYNC, assigned={"vllm_mode": "colocate"}),
         Case("`vllm_server_timeout`=9.0 acts only with `use_vllm=True`", ASYNC, THREAD | {"vllm_server_timeout": 9.0}),

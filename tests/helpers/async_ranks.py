@@ -57,7 +57,7 @@ def server_of_a_test() -> dict:
 
 
 def draw_chosen(trainer) -> None:
-    """Has the thread draw the same tokens for each group, whose log-probabilities are those of its engine's copy."""
+    """Makes the thread draw given tokens for each group. Their log-probabilities are those of the engine's copy."""
     engine, draw = trainer.sampling_thread.engine, np.random.default_rng(0)
     chosen = [draw.integers(64, 90, length).tolist() for length in (3, 5, 8, 6)]
 

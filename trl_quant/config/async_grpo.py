@@ -22,10 +22,11 @@ class AsynchronousFields:
     """Port over which a server gets weights in the `rollout_precision`. Each run on a machine needs one of its own."""
 
     proximal_pass: bool = False
-    """Whether the policy of the last sync is the proximal one of all updates until the next (decoupled PPO). Their
-    samples are taken together after the sync, and one more forward pass scores them. Then w compares that policy with
-    the sampler, and TRL's clip bounds act on the ratio R of the trained policy to it. Needs `weight_sync_steps` above
-    1. If not set, each update's own policy is the proximal one, and R is 1.
+    """Whether the policy at a sync is the proximal policy of all updates until the next sync (decoupled PPO). After the
+    sync, the samples of these updates are taken together, and one more forward pass scores them. The weight w compares
+    the proximal policy with the sampler, and TRL's clip bounds act on R, the ratio of the trained policy to the
+    proximal one. Needs `weight_sync_steps` above 1. If not set, each update's own policy is the proximal one, and R is
+    1.
     """
 
 

@@ -49,8 +49,8 @@ class Family(NamedTuple):
             order of that matrix.
         packs (`bool`): Whether its attention is known to compute packed rows.
         recurrent (`str` or `None`):
-            Of a hybrid, where a state passes from token to token, in some layers or in a part of each: the field of its
-            config that says how many values the state has for each output of such a layer, before its projection.
+            Of a hybrid, in which a state passes from token to token in some layers or in a part of each: the field of
+            its config with the number of values that this state has for each input of the layer's `out_proj`.
         pads (`bool`):
             Whether a padded row is known to compute what the row does alone. It does not where attention depends on
             the place of a token and not on distances alone: transformers counts places from the padding on.

@@ -31,7 +31,7 @@ from ..storage.manifest import check_read
 from ..storage.named import check_named
 from ..storage.quantization import gathered_dtype, prepared_precisions
 from ..storage.run_checkpoints import how_to_go_on, last_complete_checkpoint, read_rollout_state
-from ..storage.source import loader_of
+from ..storage.source import load_whole
 
 
 logger = logging.getLogger(__name__)
@@ -191,8 +191,7 @@ class Trained:
             packed, config = packed_while_loading(self.base, precision, "train_precision", self.trust, self.revision)
             packing = {"quantization_config": packed}
         with reading(self.base):
-            loader = loader_of(AutoConfig.from_pretrained(self.base, **self.of_base))
-            model = loader.from_pretrained(self.base, dtype=dtype, **self.of_base, **packing, **config)
+            model = load_whole(self.base, self.of_base, dtype=dtype, **packing, **config)
         for_four_bits = precision in qat_precisions() and not self.adapter  # all weights, as saved
         frozen = self.prepared or (precision in frozen_bases() and not for_four_bits)
         if frozen:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..formats import FORMATS
 from ..models.families import EXPERT
@@ -23,7 +23,7 @@ from ..reading import reading
 from .experts import NamesOnDisk
 from .files import read_config
 from .layout import quantization_config, rewrite_checkpoint, storable
-from .source import loader_of
+from .source import load_whole
 
 
 PROBE = 128  # tokens on which the smoothed model is compared with the source
@@ -86,8 +86,7 @@ def smooth_checkpoint(
     from llmcompressor.utils.helpers import DisableQuantization
 
     with reading(source):
-        loader = loader_of(AutoConfig.from_pretrained(source, trust_remote_code=trust))
-        model = loader.from_pretrained(source, dtype="auto", trust_remote_code=trust).eval()
+        model = load_whole(source, {"trust_remote_code": trust}, dtype="auto").eval()
     probe = torch.tensor([sequences[0][:PROBE]])
     before = _logits(model, probe)
     model = _scaled(model, format, ignore, sequences, tokenizer, trust)

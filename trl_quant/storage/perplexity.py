@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..formats import fake_quantize_activation
 from ..models.linears import fused_layer, is_mixtures, linears
@@ -20,7 +20,7 @@ from ..reading import reading
 from .experts import NamesOnDisk
 from .files import read_heads, read_tensors, weight_files
 from .layout import read_quantized
-from .source import loader_of
+from .source import load_whole
 
 
 def perplexities(
@@ -37,8 +37,7 @@ def perplexities(
         trust (`bool`): Whether the checkpoint's own Python may run.
     """
     with reading(source):
-        loader = loader_of(AutoConfig.from_pretrained(source, trust_remote_code=trust))
-        model = loader.from_pretrained(source, dtype="auto", trust_remote_code=trust).to(device).eval()
+        model = load_whole(source, {"trust_remote_code": trust}, dtype="auto").to(device).eval()
     before = perplexity(model, sequences)
     become_quantized(model, result, format)
     after = perplexity(model, sequences)

@@ -142,14 +142,26 @@ def kinds(names: list[str]) -> str:
     return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
 
 
-def loader_of(config: PreTrainedConfig) -> type:
+def load_whole(source: str | Path, of_source: dict, **given) -> PreTrainedModel:
     """
-    Returns the class whose `from_pretrained` loads the whole model of a config: of a model that reads images, that of
-    its architecture, as TRL does. `AutoModelForCausalLM` makes another model of some, with other names.
+    Loads the whole model of a checkpoint. A model that reads images is loaded by the class of its architecture, as in
+    TRL, because `AutoModelForCausalLM` loads the text of some alone, under other names.
+
+    Args:
+        source (`str` or `Path`): The checkpoint.
+        of_source (`dict`): What finds the checkpoint and trusts its code, for its config and for its weights.
+        given: Further arguments of `from_pretrained`.
     """
+    config = AutoConfig.from_pretrained(source, **of_source)
+    reads_images = config.get_text_config() is not config
+    loader = (_architecture(config) if reads_images else None) or AutoModelForCausalLM
+    return loader.from_pretrained(source, **of_source, **given)
+
+
+def _architecture(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """Returns transformers' class that a config names as its architecture, or `None` if transformers has none."""
     kind = getattr(transformers, (config.architectures or [""])[0], None)
-    is_class = isinstance(kind, type) and issubclass(kind, PreTrainedModel)
-    return kind if is_class and config.get_text_config() is not config else AutoModelForCausalLM
+    return kind if isinstance(kind, type) and issubclass(kind, PreTrainedModel) else None
 
 
 def skeleton_of(path: Path, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -162,7 +174,6 @@ def skeleton_of(path: Path, trust_remote_code: bool = False) -> PreTrainedModel:
 def skeleton(config: PreTrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
     """Builds the model of a transformers config on the meta device, without memory for its weights."""
     with torch.device("meta"):
-        kind = getattr(transformers, (config.architectures or [""])[0], None)
-        if isinstance(kind, type) and issubclass(kind, PreTrainedModel):
+        if kind := _architecture(config):
             return kind(config)
         return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)

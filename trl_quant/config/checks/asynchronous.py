@@ -72,15 +72,15 @@ RULES = (
     Rule(
         ("proximal_pass",),
         when=lambda run: run.args.proximal_pass and run.args.weight_sync_steps == 1,
-        message="`proximal_pass`=True with `weight_sync_steps`=1: each sync is followed by one update, whose policy is "
-        "the one that would score its samples, and R is 1 without it. Set `weight_sync_steps` above 1, or leave it "
-        "unset.",
+        message="`proximal_pass`=True changes nothing with `weight_sync_steps`=1: one update follows each sync, and it "
+        "starts from the policy that would score its samples, so R is 1 anyway. Set `weight_sync_steps` above 1, or "
+        "leave `proximal_pass` unset.",
     ),
     Rule(
         ("proximal_pass", "is_correction"),
         when=lambda run: run.args.proximal_pass and _own_proximal(run),
         message="`proximal_pass`=True with `is_correction`={args.is_correction!r}, whose proximal policy is {found}. "
-        "Leave it unset, or use another correction.",
+        "Leave `proximal_pass` unset, or use another correction.",
     ),
     Rule(
         ("vllm_mode",),
@@ -111,8 +111,8 @@ RULES = (
     Rule(
         ("rollout_precision",),
         when=lambda run: _samples(run) and run.args.deepspeed_plugin is not None,
-        message="`rollout_precision`={args.rollout_precision!r} under DeepSpeed: TRL's asynchronous trainer multiplies "
-        "by the head's weight itself, of which ZeRO-3 holds parts, and ZeRO-2 was not tried. Use DDP or FSDP2, or "
+        message="`rollout_precision`={args.rollout_precision!r} under DeepSpeed: TRL's asynchronous trainer reads the "
+        "head's weight itself, which ZeRO-3 splits between ranks, and ZeRO-2 was not tried. Use DDP or FSDP2, or "
         "leave `rollout_precision` unset.",
     ),
     Rule(

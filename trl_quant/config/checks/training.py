@@ -47,8 +47,8 @@ def _pads_otherwise(run: Given) -> str | None:
 
 def _unwrapped(run: Given) -> tuple[str, str] | None:
     """
-    Returns, by their classes, the layers that FSDP2 would look for in the policy in vain, and those that it has: where
-    the user names none, accelerate takes the names of transformers' class, which may be those of a larger model.
+    Returns the classes of the layers that FSDP2 would wrap and the policy lacks, and those that it has. Unless the user
+    names classes, accelerate takes the names that transformers gives, which may be of a larger model.
     """
     given = run.args.fsdp_plugin_args or {}
     names = given.get("transformer_cls_names_to_wrap") or os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP")
@@ -191,8 +191,8 @@ RULES = (
     Rule(
         ("fsdp_config",),
         when=lambda run: run.args.fsdp_version == 2 and _unwrapped(run),
-        message="FSDP2 would wrap layers of the classes {found[0]}, of which the policy has none. Name those that it "
-        "has: `fsdp_transformer_layer_cls_to_wrap: {found[1]}` in accelerate's config file, or "
+        message="FSDP2 would wrap layers of the classes {found[0]}, of which the policy has none. Name the classes "
+        "that it has: `fsdp_transformer_layer_cls_to_wrap: {found[1]}` in accelerate's config file, or "
         "'transformer_layer_cls_to_wrap' in `fsdp_config`.",
         needs="model",
     ),

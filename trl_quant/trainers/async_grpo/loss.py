@@ -11,8 +11,8 @@ With `coupled` that is the loss. Every other correction puts a proximal policy b
 
 | proximal policy | `proximal_t` | R |
 |---|---|---|
-| that of the update | `logps_t`, detached, of the loss's own forward pass | 1 |
-| with `proximal_pass`, that of the last sync | [`AsyncCorrection.scores`], after the sync | 1 in the first update |
+| the policy at the update | `logps_t` of the loss's own forward pass, detached | 1 |
+| `proximal_pass`: the policy at the last sync | what [`AsyncCorrection.scores`] returned then | 1 until an update |
 
 Where R is 1, no clip acts, and the weight alone answers for the sampler's precision and for its age:
 
@@ -61,7 +61,7 @@ class Late:
 
 
 class HasScored(Exception):
-    """Leaves TRL's loss after its forward pass."""
+    """Ends TRL's loss after its forward pass."""
 
 
 class AsyncCorrection:
@@ -118,7 +118,7 @@ class AsyncCorrection:
             self._fill(late, outputs.log_probs.detach().flatten()[tokens["token_index"]], tokens)
             return outputs
 
-        # `_fill` may set other bounds inside the context. Its exit restores these
+        # `_fill` may set other clip bounds; the context restores these
         with exchanged(trainer, epsilon_low=trainer.epsilon_low, epsilon_high=trainer.epsilon_high):
             loss = compute(scored, inputs | late, **given)
         if "proximal" not in inputs and not self.correction.clips_sampler:
