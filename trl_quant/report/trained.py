@@ -190,8 +190,7 @@ class Trained:
         if self.prepared:
             packed, config = packed_while_loading(self.base, precision, "train_precision", self.trust, self.revision)
             packing = {"quantization_config": packed}
-        with reading(self.base):
-            model = load_whole(self.base, self.of_base, dtype=dtype, **packing, **config)
+        model = load_whole(self.base, self.of_base, dtype=dtype, **packing, **config)
         for_four_bits = precision in qat_precisions() and not self.adapter  # all weights, as saved
         frozen = self.prepared or (precision in frozen_bases() and not for_four_bits)
         if frozen:

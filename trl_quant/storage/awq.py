@@ -19,7 +19,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..formats import FORMATS
 from ..models.families import EXPERT
-from ..reading import reading
 from .experts import NamesOnDisk
 from .files import read_config
 from .layout import quantization_config, rewrite_checkpoint, storable
@@ -85,8 +84,7 @@ def smooth_checkpoint(
     """
     from llmcompressor.utils.helpers import DisableQuantization
 
-    with reading(source):
-        model = load_whole(source, {"trust_remote_code": trust}, dtype="auto").eval()
+    model = load_whole(source, {"trust_remote_code": trust}, dtype="auto").eval()
     probe = torch.tensor([sequences[0][:PROBE]])
     before = _logits(model, probe)
     model = _scaled(model, format, ignore, sequences, tokenizer, trust)

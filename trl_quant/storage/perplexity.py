@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from ..formats import fake_quantize_activation
 from ..models.linears import fused_layer, is_mixtures, linears
-from ..reading import reading
 from .experts import NamesOnDisk
 from .files import read_heads, read_tensors, weight_files
 from .layout import read_quantized
@@ -36,8 +35,7 @@ def perplexities(
         device (`str`): Where to compute.
         trust (`bool`): Whether the checkpoint's own Python may run.
     """
-    with reading(source):
-        model = load_whole(source, {"trust_remote_code": trust}, dtype="auto").to(device).eval()
+    model = load_whole(source, {"trust_remote_code": trust}, dtype="auto").to(device).eval()
     before = perplexity(model, sequences)
     become_quantized(model, result, format)
     after = perplexity(model, sequences)

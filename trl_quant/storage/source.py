@@ -152,10 +152,11 @@ def load_whole(source: str | Path, of_source: dict, **given) -> PreTrainedModel:
         of_source (`dict`): What finds the checkpoint and trusts its code, for its config and for its weights.
         given: Further arguments of `from_pretrained`.
     """
-    config = AutoConfig.from_pretrained(source, **of_source)
-    reads_images = config.get_text_config() is not config
-    loader = (_architecture(config) if reads_images else None) or AutoModelForCausalLM
-    return loader.from_pretrained(source, **of_source, **given)
+    with reading(source):
+        config = AutoConfig.from_pretrained(source, **of_source)
+        reads_images = config.get_text_config() is not config
+        loader = (_architecture(config) if reads_images else None) or AutoModelForCausalLM
+        return loader.from_pretrained(source, **of_source, **given)
 
 
 def _architecture(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
