@@ -11,7 +11,7 @@ from tiny import save_tiny, tiny_model
 from training import spread
 from trl import GRPOConfig, SFTConfig
 
-from trl_quant import QuantDistillationConfig, QuantGRPOConfig, QuantRLOOConfig
+from trl_quant import QuantAsyncGRPOConfig, QuantDistillationConfig, QuantGRPOConfig, QuantRLOOConfig
 from trl_quant.storage.layout import quantization_config, quantize_checkpoint
 from trl_quant.tasks import REWARDS
 
@@ -353,6 +353,8 @@ def test_too_few_prompts_for_one_generation():
     args = build(num_generations=4, per_device_train_batch_size=8)
     refused(lambda: check(train_dataset=prompts("a"), args=args), "has 1 prompts", "one generation takes, 2")
     check(train_dataset=prompts("a", "b"), args=args)
+    asynchronous = build(QuantAsyncGRPOConfig, use_vllm=False, num_generations=4, per_device_train_batch_size=8, **INT8)
+    check(train_dataset=prompts("a"), args=asynchronous)  # its thread reads them again
 
 
 def without_room(completions):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from asynchronous import asynchronous, given_samples, logps_of, policy_gradient
-from training import dataset, lora
+from training import dataset, lora, spread
 
 from trl_quant.trainers.async_grpo.sampling_thread import advantages_of
 
@@ -196,6 +196,19 @@ def test_messages_become_prompts_of_the_template(tmp_path):
     assert completions[0][0]["role"] == "assistant"
     expected = trainer.processing_class.apply_chat_template(rows[0], add_generation_prompt=True, return_dict=False)
     assert trainer.sampling_thread.prompt({"prompt": rows[0]}) == expected
+
+
+def test_data_with_fewer_rows_than_an_update_are_read_again(tmp_path):
+    seen = []
+
+    def recording(prompts, completions, **columns):
+        seen.append(prompts[0])
+        return spread(completions)
+
+    data = dataset(3)
+    trainer = asynchronous(tmp_path, data=data, rewards=recording, per_device_train_batch_size=16, max_steps=2)
+    trainer.train()
+    assert len(seen) >= 8 and set(seen) == set(data["prompt"]) and len(set(data["prompt"])) == 3
 
 
 def test_a_base_is_never_merged_in_place(tmp_path):
