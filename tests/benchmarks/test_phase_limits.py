@@ -200,6 +200,7 @@ def test_sampling_and_update_of_a_hybrid_against_loops(limits):
     assert limits.update_limit("9b", H200, "bf16", prompt, 1, lengths) == pytest.approx(seconds, rel=1e-9)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_measured_phases_are_above_their_limits(monkeypatch):
     """Of each run with drawn lengths; the H200 and the H100 differ in memory alone."""

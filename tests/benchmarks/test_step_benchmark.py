@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import warm
+from long_tests import rest_is_long
 from places import BENCHMARKS
 from tiny import save_words
 
@@ -289,7 +290,7 @@ def test_processes_that_start_together_get_ports_of_their_own(step, monkeypatch)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", ["tiny", pytest.param("tiny-moe", marks=pytest.mark.long), "tiny-hybrid"])
+@pytest.mark.parametrize("size", rest_is_long(["tiny", "tiny-moe", "tiny-hybrid"]))
 def test_trainers_get_the_lengths_that_were_drawn(size, tmp_path, step, monkeypatch, capsys):
     """The trainer in a process of its own, which is the script's; the tables are the same when they are shown again."""
     pytest.importorskip("vllm", reason="vLLM is not installed")

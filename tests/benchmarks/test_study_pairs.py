@@ -11,6 +11,7 @@ from statistics import fmean, stdev
 
 import pytest
 import torch
+from long_tests import rest_is_long
 from places import ROOT
 from safetensors.torch import load, load_file
 from transformers import AutoModelForCausalLM
@@ -197,7 +198,7 @@ def untaught(directory: Path, num_experts: int = 0) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("factor", [1, 3])
+@pytest.mark.parametrize("factor", rest_is_long([3, 1]))
 def test_a_run_keeps_its_cells_factor_in_flight_and_says_what_it_started_from(tmp_path, factor):
     model = untaught(tmp_path / "model")
     cell = Cell(f"int4 x{factor}", "int4", None, "tis", rollouts_in_flight=factor, max_steps=8, draws=2)
@@ -214,7 +215,7 @@ def test_a_run_keeps_its_cells_factor_in_flight_and_says_what_it_started_from(tm
     assert finished["model_sha256"] == trial.sha256((model / "model.safetensors").read_bytes()).hexdigest()
 
 
-@pytest.mark.parametrize("replays", [True, False])
+@pytest.mark.parametrize("replays", rest_is_long([True, False]))
 def test_a_mixtures_run_says_what_is_rerouted_with_and_without_replay(tmp_path, replays):
     assert "router_replay" in table.TREATMENT
     model, directory = untaught(tmp_path / "model", num_experts=4), tmp_path / "run"

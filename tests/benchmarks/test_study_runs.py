@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from long_tests import rest_is_long
 from places import ROOT
 
 from trl_quant.report.runs import read_run
@@ -131,6 +132,7 @@ def test_a_stopped_study_ends_its_runs_and_starts_them_over(tmp_path, monkeypatc
     assert (starts(done), starts(again)) == (1, 2) and again.finished and not pid.exists()
 
 
+@pytest.mark.long
 def test_a_killed_study_leaves_nothing_that_runs(tmp_path, capsys):
     """While it runs, a second one in its directory is refused; once it is killed, its run has ended with it."""
     code = (
@@ -182,7 +184,9 @@ def built(tmp_path) -> Path:
 
 @pytest.mark.parametrize(
     ("asked", "reward"),
-    [({"countdown": 3}, "countdown"), ({"quotient": 2}, "division"), ({"word_problems": "words.jsonl"}, "gsm8k")],
+    rest_is_long(
+        [({"quotient": 2}, "division"), ({"countdown": 3}, "countdown"), ({"word_problems": "words.jsonl"}, "gsm8k")]
+    ),
 )
 def test_each_problem_has_its_reward(tmp_path, monkeypatch, asked, reward):
     monkeypatch.chdir(tmp_path)
@@ -196,7 +200,9 @@ def test_each_problem_has_its_reward(tmp_path, monkeypatch, asked, reward):
     assert 1 < run.values("completions/max_length")[0] <= cell.max_completion_length
 
 
-@pytest.mark.parametrize("trainer", ["grpo", "rloo", "ppo", "distillation", "diffusion"])
+@pytest.mark.parametrize(
+    "trainer", rest_is_long(["grpo", "rloo", "ppo", "distillation", "diffusion"], "grpo", "diffusion")
+)
 def test_each_trainer_is_judged_on_the_way(built, tmp_path, trainer):
     """Distillation starts from a disturbed copy of the model, and has no reward. Diffusion has a model of its own."""
     if trainer == "diffusion":

@@ -8,6 +8,7 @@ from dataclasses import fields
 
 import pytest
 import torch
+from long_tests import rest_is_long
 from places import ROOT
 from tiny import save_tiny, tiny_tokenizer
 
@@ -95,7 +96,8 @@ def test_an_unusual_standard_output(output, argv, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "command", ["from trl_quant import QuantGRPOTrainer", "main(['train', '--model_name_or_path', 'm'])"]
+    "command",
+    rest_is_long(["main(['train', '--model_name_or_path', 'm'])", "from trl_quant import QuantGRPOTrainer"]),
 )
 def test_a_torchvision_of_another_build_is_named(tmp_path, command):
     """As its import ends beside a torch without CUDA; transformers says that `TrainingArguments` cannot be imported."""

@@ -10,6 +10,7 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 from accelerate.utils import compile_regions
+from long_tests import rest_is_long
 from packaging.version import Version
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
@@ -29,6 +30,19 @@ from trl_quant.precisions import qat_precisions, unified_flows
 
 pytestmark = pytest.mark.usefixtures("tracing")
 FLOWS = unified_flows()
+GRAPHS = [
+    *(
+        (precision, kind, (i + j) % 2 > 0)
+        for i, kind in enumerate(["merged", "beside", "full"])
+        for j, precision in enumerate(FLOWS)
+    ),
+    *(("nvfp4", "full", checkpointing) for checkpointing in (False, True)),
+]
+ADAPTED = [
+    (kind, precision, (torch.bfloat16, torch.float32)[(i + j) % 2])
+    for i, kind in enumerate(["merged", "beside", "beside codes"])
+    for j, precision in enumerate(FLOWS)
+]
 
 
 @pytest.fixture(autouse=True)
@@ -95,11 +109,7 @@ def adapted(layer: nn.Module, config: LoraConfig) -> nn.Module:
 
 @pytest.mark.parametrize(
     ("kind", "precision", "dtype"),
-    [
-        (kind, precision, (torch.bfloat16, torch.float32)[(i + j) % 2])
-        for i, kind in enumerate(["merged", "beside", "beside codes"])
-        for j, precision in enumerate(FLOWS)
-    ],
+    rest_is_long(ADAPTED, *ADAPTED[::4]),  # likewise
 )
 def test_a_layer_with_an_adapter(kind, precision, dtype):
     torch.manual_seed(0)
@@ -177,14 +187,7 @@ def update(model: nn.Module, function: nn.Module) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("precision", "kind", "checkpointing"),
-    [
-        *(
-            (precision, kind, (i + j) % 2 > 0)
-            for i, kind in enumerate(["merged", "beside", "full"])
-            for j, precision in enumerate(FLOWS)
-        ),
-        *(("nvfp4", "full", checkpointing) for checkpointing in (False, True)),
-    ],
+    rest_is_long(GRAPHS, *GRAPHS[::4], GRAPHS[-1]),  # each kind and each precision once
 )
 def test_a_decoder_layer_is_one_graph(precision, kind, checkpointing):
     model = policy(precision, kind, checkpointing)
@@ -219,7 +222,7 @@ def test_layers_that_share_an_input_are_one_product():
         assert call.call_count == 4 * model.config.num_hidden_layers  # q, k and v; o; gate and up; down
 
 
-@pytest.mark.parametrize("of", ["k_proj", "up_proj"])
+@pytest.mark.parametrize("of", rest_is_long(["up_proj", "k_proj"]))
 def test_a_hook_runs_around_its_own_layer(of):
     """As FSDP's, which gathers a weight: the layers before its own must not have computed with the weight already."""
 
@@ -337,9 +340,7 @@ def test_a_run_equals_one_without_the_compiler(tmp_path, precision, kind, of, la
 
 
 # An adapter adds the same operations to a graph in each precision, so one precision is enough
-@pytest.mark.parametrize(
-    ("precision", "kind"), [("int8", "full"), pytest.param("fp8_block", "merged", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("precision", "kind"), rest_is_long([("int8", "full"), ("fp8_block", "merged")]))
 def test_rows_of_other_lengths_are_not_compiled_again(precision, kind):
     model = policy(precision, kind)
     for layer in (model if kind == "full" else model.get_base_model()).model.layers:

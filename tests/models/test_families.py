@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from long_tests import rest_is_long
 from packed_rows import PROMPT, batch, gradients, model_of
 from places import ROOT
 from tiny import FAMILIES, FURTHER, SCALED, SIZES, START, tiny_model, tiny_tokenizer
@@ -164,11 +165,12 @@ def unified(model, precision: str) -> None:
     unify(model, precision)
 
 
+BRIEFLY = ("cohere2", "glm4", "granite", "olmo2", "smollm3", "starcoder2")  # of which each block is built otherwise
 WAYS = [(unified, name) for name in (*unified_flows(), *qat_precisions())]
 WAYS += [(freeze, name) for name in frozen_bases() if name not in bitsandbytes_bases()]
 
 
-@pytest.mark.parametrize("family", FURTHER)
+@pytest.mark.parametrize("family", rest_is_long(FURTHER, *BRIEFLY))
 def test_each_training_precision(family):
     """The gradient that reaches the embeddings is near that of 16 bits, by the format's rounding, and not the same."""
     options = {"num_hidden_layers": 1, "tied": False, "dtype": torch.bfloat16}
@@ -190,7 +192,7 @@ def test_each_training_precision(family):
         assert 1e-2 < distance < 0.6, (precision, distance)
 
 
-@pytest.mark.parametrize("family", FURTHER)
+@pytest.mark.parametrize("family", rest_is_long(FURTHER, *BRIEFLY))
 def test_a_step_in_the_embedded_engine(tmp_path, family):
     """The engine samples in INT8, its check finds the policy's function, and the step moves every weight."""
     tokenizer = tiny_tokenizer()

@@ -9,6 +9,7 @@ import sys
 import matplotlib.pyplot as plt
 import pytest
 import transformers
+from long_tests import rest_is_long
 from matplotlib import image
 from places import ROOT
 
@@ -92,7 +93,7 @@ def test_every_notebook_is_tested():
 
 @pytest.mark.isa
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name == "study")) for name in CLAIMS])
+@pytest.mark.parametrize("name", rest_is_long(CLAIMS, "noise", "start"))
 def test_notebook(name, in_notebooks):
     """The cells are plain Python: no magics, and of Jupyter's names `display` alone."""
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)

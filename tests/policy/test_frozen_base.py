@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from long_tests import rest_is_long
 from peft import LNTuningConfig, LoHaConfig, PeftModel, get_peft_model
 from tiny import FAMILIES, save_tiny, tiny_model
 from torch import nn
@@ -151,7 +152,7 @@ def test_policy_and_sampler_are_the_same(path, tmp_path, options):
 
 
 @pytest.mark.parametrize("precision", frozen_bases())
-@pytest.mark.parametrize("adapter", [{"target_modules": ["q_proj", "v_proj"]}, {"lora_dropout": 0.2}])
+@pytest.mark.parametrize("adapter", rest_is_long([{"lora_dropout": 0.2}, {"target_modules": ["q_proj", "v_proj"]}]))
 def test_layers_without_a_fused_adapter_under_activation_checkpoints(path, tmp_path, precision, adapter):
     """Bare layers, and those whose adapter has dropout, train as without checkpoints, bit for bit."""
     ends = []

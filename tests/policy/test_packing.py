@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from long_tests import rest_is_long
 from packed_rows import CAN_PACK, PROMPT, assert_as_near, batch, gradients, model_of
 from tiny import save_tiny, tiny_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -152,10 +153,13 @@ def packed_from_padded(tmp_path, monkeypatch, precision: str, shares: bool, adap
 
 @pytest.mark.parametrize(
     ("precision", "shares", "adapted"),
-    [
-        *(("int8", True, False), ("int8", False, True)),
-        *((precision, True, adapted) for precision in ("fp8", "fp8_block") for adapted in (False, True)),
-    ],
+    rest_is_long(
+        [
+            *(("int8", True, False), ("int8", False, True)),
+            *((precision, True, adapted) for precision in ("fp8", "fp8_block") for adapted in (False, True)),
+        ],
+        *(("int8", False, True), ("fp8", True, True), ("fp8_block", True, False)),
+    ),
 )
 def test_every_training_precision(tmp_path, monkeypatch, precision, shares, adapted):
     """Another attention kernel may move an activation to the next code."""
@@ -176,7 +180,7 @@ def test_fp8_without_shared_prompts(tmp_path, monkeypatch, adapted):
     assert min(found) < WITHIN["fp8", False] and max(found) < WITHIN["fp8", True]
 
 
-@pytest.mark.parametrize("precision", frozen_bases())
+@pytest.mark.parametrize("precision", rest_is_long(frozen_bases()))
 def test_a_4_bit_base(tmp_path, precision):
     found = both(tmp_path, train_precision=precision, peft_config=lora())
     assert worst(found) < (1e-2 if precision == "nf4" else 1e-4)  # bitsandbytes computes in BF16
@@ -215,7 +219,9 @@ def apart(left, right) -> float:
     return (gaps / ways).item()
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "luspo"])  # what TRL divides by; "bnpo" is below
+@pytest.mark.parametrize(
+    "loss_type", rest_is_long(["grpo", "dr_grpo", "dapo", "luspo"], "dr_grpo", "luspo")
+)  # what TRL divides by; "bnpo" is below
 def test_a_step_stays_the_same_in_other_micro_batches(tmp_path, loss_type):
     padded = trained(tmp_path, pack_sequences=False, loss_type=loss_type)
     packed = trained(tmp_path, loss_type=loss_type)
@@ -223,7 +229,7 @@ def test_a_step_stays_the_same_in_other_micro_batches(tmp_path, loss_type):
     assert sum(packed.computed[1:]) < 0.7 * sum(padded.computed[1:])  # the first is the check of the copy
 
 
-@pytest.mark.parametrize("options", [{"loss_type": "bnpo"}, {"entropy_coef": 0.5}])
+@pytest.mark.parametrize("options", rest_is_long([{"loss_type": "bnpo"}, {"entropy_coef": 0.5}]))
 def test_what_depends_on_the_micro_batch(tmp_path, monkeypatch, options):
     """Its rows stay where they are; moved, they would train another policy."""
     padded = trained(tmp_path, pack_sequences=False, **options)

@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from figures import H200, MEMORY, RESULTS, cells_of, middle, read
+from long_tests import rest_is_long
 from pages import ROOT
 from peft import LoraConfig
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -85,7 +86,7 @@ def shape_counts(size: str) -> tuple[int, int]:
     return linear, 2 * 152064 * hidden + layers * (hidden + 2 * pairs + 2 * hidden) + hidden
 
 
-@pytest.mark.parametrize("size", ["3b", "7b", "70b"])
+@pytest.mark.parametrize("size", rest_is_long(["7b", "3b", "70b"]))
 def test_a_models_parameters_are_counted(shapes, size):
     shape, sizes = shapes[size, 32], SHAPES[size]
     assert (shape.linear, shape.other) == shape_counts(size)
@@ -240,6 +241,7 @@ def while_denoising(path, config: LlamaConfig, prompt: int, rows: int, rank: int
     return estimate(args, Shape.of(config, adapter), torch.bfloat16, prompt, CARDS["H100"])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_memory_of_masked_diffusion_steps(tmp_path):
     errors = []
@@ -286,7 +288,7 @@ class Live(TorchDispatchMode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rows", "wide", "vocabulary"), [(16, 2048, 64), (64, 768, 64), (16, 768, 8192)])
+@pytest.mark.parametrize(("rows", "wide", "vocabulary"), rest_is_long([(16, 768, 8192), (16, 2048, 64), (64, 768, 64)]))
 def test_memory_of_denoising(tmp_path, monkeypatch, rows, wide, vocabulary):
     """Against the tensors that live while a small model samples, whether its MLP or its logits take most."""
     sizes = {"hidden_size": 256, "intermediate_size": wide, "num_hidden_layers": 2, "num_attention_heads": 4}

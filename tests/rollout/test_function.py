@@ -9,6 +9,7 @@ from types import MethodType
 import pytest
 import torch
 from datasets import Dataset
+from long_tests import rest_is_long
 from tiny import tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
@@ -244,7 +245,7 @@ def words_tokenizer(count: int) -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("precision", ["bf16", "int8"])
+@pytest.mark.parametrize("precision", rest_is_long(["int8", "bf16"]))
 def test_a_vocabulary_of_words(tmp_path, precision):
     """Texts become one repeated token there. A sound run passes on its own prompts, and a broken engine does not."""
     engines = pytest.importorskip("vllm_engines")

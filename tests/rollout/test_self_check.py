@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from drawing import generated
+from long_tests import rest_is_long
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -48,7 +49,10 @@ def synced(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("lora_sync", "dtype"),
-    [(None, torch.bfloat16), (None, torch.float32), ("merge", torch.float32), ("adapter", torch.bfloat16)],
+    rest_is_long(
+        [(None, torch.bfloat16), (None, torch.float32), ("merge", torch.float32), ("adapter", torch.bfloat16)],
+        *((None, torch.bfloat16), ("adapter", torch.bfloat16)),
+    ),
 )
 @pytest.mark.parametrize("precision", ["bf16", "int8", "fp8_block"])
 def test_a_right_engine_passes(synced, precision, dtype, lora_sync, monkeypatch):
@@ -60,7 +64,7 @@ def test_a_right_engine_passes(synced, precision, dtype, lora_sync, monkeypatch)
     assert found["sync_check/bound"] < {"bf16": 0.1, "fp8_block": 0.1, "int8": 0.7}[precision]
 
 
-@pytest.mark.parametrize(("lora_sync", "dtype"), [("merge", torch.float32), ("adapter", torch.bfloat16)])
+@pytest.mark.parametrize(("lora_sync", "dtype"), rest_is_long([("adapter", torch.bfloat16), ("merge", torch.float32)]))
 def test_the_reference_quantizes_what_the_engine_quantized(synced, monkeypatch, lora_sync, dtype):
     """An FP32 policy as it is; with an adapter, the BF16 checkpoint. Without autocast, which changes bits on CUDA."""
     sampler = synced("int8", lora_sync, torch.float32)
@@ -227,7 +231,7 @@ def passes_without(sampler, monkeypatch) -> bool:
         return sampler.check_sync()["sync_check/logp_difference"] > 0
 
 
-@pytest.mark.parametrize("name", [NORM, EMBEDDINGS])
+@pytest.mark.parametrize("name", rest_is_long([EMBEDDINGS, NORM]))
 def test_a_small_edit_in_the_engine(noised, monkeypatch, name):
     noised.sync()
     noised.check_sync()
@@ -241,7 +245,7 @@ def test_a_small_edit_in_the_engine(noised, monkeypatch, name):
     noised.check_sync()
 
 
-@pytest.mark.parametrize("name", [NORM, EMBEDDINGS])
+@pytest.mark.parametrize("name", rest_is_long([NORM, EMBEDDINGS]))
 @pytest.mark.parametrize("data", [False, True], ids=["counted", "data"])
 def test_a_small_edit_in_the_policy(noised, monkeypatch, name, data):
     noised.sync()
@@ -295,7 +299,7 @@ def test_all_that_is_not_quantized_is_compared(tmp_path, family, tied):
     assert sampler.differing_weight() is None
 
 
-@pytest.mark.parametrize("name", [NORM, EMBEDDINGS])
+@pytest.mark.parametrize("name", rest_is_long([NORM, EMBEDDINGS]))
 def test_a_small_edit_beside_an_adapter(synced, name):
     """The base does not travel; the check compares it nevertheless."""
     sampler = synced("int8", "adapter")

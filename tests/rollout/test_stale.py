@@ -18,6 +18,7 @@ from changes import (
     scale,
     worse_each_step,
 )
+from long_tests import rest_is_long
 from peft import IA3Config, LoHaConfig, LoraConfig, get_peft_model
 from stale import COPY, IDS, OWN, adapted, both_engines, policy_of, sampled_from, trainer_of
 from tiny import tiny_model
@@ -289,7 +290,7 @@ def test_an_adapted_model_is_refused_before_its_base_is_frozen(tmp_path, message
 
 
 @both_engines
-@pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("peft", rest_is_long([True, False]), ids=["lora", "full"])
 def test_the_best_weights_are_sampled_from(tmp_path, monkeypatch, peft, settings):
     """They come back after the last step, and with no step of their own."""
     trainers = []
@@ -449,7 +450,7 @@ def test_a_callback_that_writes_and_evaluates(tmp_path):
     assert len({logits.sum().item() for logits, _ in writer.seen}) == 4
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", rest_is_long(range(2)))
 def test_any_order_of_changes(tmp_path, seed):
     """After each of a random sequence of edits, switches, trainings, resumes and evaluations it equals a fresh one."""
     trainer = trainer_of(tmp_path, adapted(seed), save_strategy="steps", save_steps=1)

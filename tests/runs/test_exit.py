@@ -107,6 +107,7 @@ ACTS = (
 LEFT = "threads that a call left behind"
 
 
+@pytest.mark.long
 def test_a_process_ends_with_its_own_status(tmp_path):
     """Each hanging call with an error, and each end with one of them, in forks that end as interpreters do."""
     cases = [(act, "main()") for act in ACTS] + [("within_a_pool", end) for end in list(ENDS)[1:]]

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from broken import Broken
+from long_tests import rest_is_long
 from ranks import on_two_ranks, results
 from safetensors.torch import load_file
 from tiny import save_tiny
@@ -42,7 +43,7 @@ def as_unbroken(trainer, path, **options) -> None:
 
 
 @pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("value", rest_is_long([torch.inf, torch.nan]))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_gradient_that_is_not_finite(tmp_path, kind, value, max_grad_norm):
     """The optimizer does not take it: the weights are those before the step, and a resume goes on as if unbroken."""
@@ -162,7 +163,7 @@ CASE = "broken-int8-full"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["gradient", "loss", "weight"])
-@pytest.mark.parametrize("configuration", ["ddp", "fsdp2", pytest.param("zero3", marks=pytest.mark.long)])
+@pytest.mark.parametrize("configuration", rest_is_long(["ddp", "fsdp2", "zero3"]))
 def test_all_ranks_stop_together(found, configuration, place):
     """Of what breaks on the second one alone; the first one's checkpoint is the one of the step before."""
     if configuration.startswith("zero") and not find_spec("deepspeed"):

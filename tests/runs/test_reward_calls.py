@@ -139,6 +139,7 @@ def test_limits_are_checked(tmp_path, name, value):
         config(QuantGRPOConfig, tmp_path, **{name: value})
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_reward_that_hangs_on_one_rank(tmp_path):
     save_tiny(tmp_path / "model", "qwen2")

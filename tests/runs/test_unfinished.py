@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from long_tests import rest_is_long
 from resumes import SETTINGS, metrics, trainer_of
 from tiny import save_tiny
 from training import Killed, config, dataset, make, parameters
@@ -22,11 +23,14 @@ INSIDE = {"save_steps": 1, "save_total_limit": None}
     ("options", "steps"),
     [
         ({"num_iterations": 3}, (1, 2, 4)),
-        ({"num_iterations": 3, "is_correction": "trm"}, (2,)),
-        ({"steps_per_generation": 2, "per_device_train_batch_size": 4}, (1, 2)),
+        pytest.param({"num_iterations": 3, "is_correction": "trm"}, (2,), marks=pytest.mark.long),
+        pytest.param({"steps_per_generation": 2, "per_device_train_batch_size": 4}, (1, 2), marks=pytest.mark.long),
         ({"steps_per_generation": 2, "per_device_train_batch_size": 4, "is_correction": "dppo"}, (1,)),
         ({"steps_per_generation": 4, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}, (1,)),
-        ({"num_iterations": 3, "train_precision": "int8", "rollout_precision": None, "peft": True}, (2,)),
+        pytest.param(
+            *({"num_iterations": 3, "train_precision": "int8", "rollout_precision": None, "peft": True}, (2,)),
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["updates", "updates scored in the loss", "parts", "parts scored in the loss", "accumulated", "unified"],
 )
@@ -93,7 +97,7 @@ def test_a_checkpoint_between_two_generations_of_another_schedule(tmp_path, capl
     assert [entry["step"] for entry in metrics(resumed) if "num_tokens" in entry] == [1, 2, 3, 4, 6]
 
 
-@pytest.mark.parametrize("updates", [1, 3])
+@pytest.mark.parametrize("updates", rest_is_long([3, 1]))
 def test_a_resume_from_a_step_that_was_evaluated(tmp_path, updates):
     """The evaluation has synced already; what that sync measured belongs to the generation that comes next."""
     options = {"prompts": 16, "num_iterations": updates, "eval_strategy": "steps", "eval_steps": 1, **INSIDE}

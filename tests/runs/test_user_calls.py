@@ -13,6 +13,7 @@ import typing
 from types import MethodType
 
 import pytest
+from long_tests import rest_is_long
 from turns import answer, build, conversations, spread_of_messages
 
 from trl_quant.trainers.launch import TRAINERS
@@ -211,7 +212,7 @@ def assert_guarded(found, ends_run: bool, kind: type, says: str) -> None:
         assert error is None and told and all(says in one for one in told), (error, told)
 
 
-@pytest.mark.parametrize("run", [here, in_another_thread])
+@pytest.mark.parametrize("run", rest_is_long([here, in_another_thread]))
 def test_a_function_that_hangs(tmp_path, run):
     """Synchronous ones in any thread; in GRPO all of them, in the other trainers those that they take."""
     for kind, name, (given, ends_run, _) in cases(*(TRAINERS if run is here else ["grpo"])):
@@ -221,7 +222,7 @@ def test_a_function_that_hangs(tmp_path, run):
         assert_guarded(found, ends_run, TimeoutError, "did not return within `reward_timeout`=0.4 seconds")
 
 
-@pytest.mark.parametrize("act", [waits, blocks_the_loop])
+@pytest.mark.parametrize("act", rest_is_long([waits, blocks_the_loop]))
 def test_an_asynchronous_function_that_hangs(tmp_path, act):
     for kind, name, (given, ends_run, may_wait) in cases("grpo"):
         if may_wait:
@@ -229,7 +230,7 @@ def test_an_asynchronous_function_that_hangs(tmp_path, act):
             assert_guarded(found, ends_run, TimeoutError, "did not return within `reward_timeout`=0.4 seconds")
 
 
-@pytest.mark.parametrize("act", [exits, exits_later])
+@pytest.mark.parametrize("act", rest_is_long([exits_later, exits]))
 def test_a_function_that_exits(tmp_path, act):
     for kind, name, (given, ends_run, may_wait) in cases("grpo"):
         if act is exits or may_wait:
@@ -240,6 +241,7 @@ def test_a_function_that_exits(tmp_path, act):
 async def nothing_later(): ...
 
 
+@pytest.mark.long
 def test_functions_that_do_their_work(tmp_path):
     """In both ways, and with nothing left of the guards."""
     before = {name: vars(Environment)[name] for name in ("reset", "note")}

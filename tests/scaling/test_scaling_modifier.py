@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from long_tests import rest_is_long
 from scaled import logits, same_bytes, state
 from tiny import FAMILIES, save_tiny, tiny_model
 from transformers import AutoModelForCausalLM
@@ -70,7 +71,7 @@ scaling_stage:
 
 @pytest.mark.parametrize("order", ["first", "last", "yaml"])
 @pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "W8A8"])
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("family", rest_is_long(["gemma3", "qwen3"]))
 def test_modifier_composes_in_a_recipe(family, scheme, order, modifier, tmp_path):
     """`oneshot` with the modifier and a quantization equals `apply_uaq`, then `oneshot` with the quantization."""
     from llmcompressor import oneshot

@@ -15,6 +15,7 @@ import torch
 import warm
 from copies import contents
 from datasets import Dataset
+from long_tests import rest_is_long
 from readers import save_reader
 from safetensors.torch import load_file
 from tiny import save_tiny, tiny_model, tiny_tokenizer
@@ -78,7 +79,7 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
 # AWQ
 
 
-@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "int4"])
+@pytest.mark.parametrize("format", rest_is_long(["nvfp4", "mxfp4", "int4"], "nvfp4", "int4"))
 def test_awq_keeps_the_function_and_rounds_better(format, text, tmp_path, monkeypatch):
     pytest.importorskip("llmcompressor")
     from trl_quant.storage import prepared as room
@@ -132,7 +133,7 @@ NORMS = {
 }
 
 
-@pytest.mark.parametrize("family", NORMS)
+@pytest.mark.parametrize("family", rest_is_long(NORMS))
 def test_awq_of_norms_that_store_the_gain_minus_one(family, text, tmp_path):
     pytest.importorskip("llmcompressor")
     if family == "qwen3_5":  # as published, with a tower
@@ -153,6 +154,7 @@ def test_awq_of_a_state_space_model(text, tmp_path):
     assert "`--awq` scales all layers that a norm feeds" in text
 
 
+@pytest.mark.long
 def test_a_killed_calibration_is_not_repeated(text, tmp_path):
     """The smoothed weights are kept; the result is that of an unbroken run."""
     pytest.importorskip("llmcompressor")
@@ -216,7 +218,7 @@ def test_awq_without_llmcompressor(text, tmp_path, monkeypatch):
 # Perplexity
 
 
-@pytest.mark.parametrize("format", storable())
+@pytest.mark.parametrize("format", rest_is_long(storable(), "fp8", "int4"))
 def test_perplexity_is_that_of_the_checkpoint(format, text, tmp_path):
     """As transformers and compressed-tensors read it, by a formula of its own; inputs are rounded where they should."""
     base = save_tiny(tmp_path / "base", tied=False, dtype=torch.bfloat16)

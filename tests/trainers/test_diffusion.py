@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from changes import move
+from long_tests import rest_is_long
 from masked_policy import LENGTH, MASK_ID, canvases, policy, tokenizer, trainer, uneven_rows
 from reference import DROPPING, OBJECTIVES, ais_alpha, clipped, objective
 from reference_diffusion import one_step_logps
@@ -381,7 +382,10 @@ def test_truncated_completions_are_left_out(tmp_path):
 @pytest.mark.isa
 @pytest.mark.parametrize(
     ("name", "level"),
-    [*((name, "token") for name in CORRECTIONS), *((name, "sequence") for name in ("decoupled", "ais", "icepop"))],
+    rest_is_long(
+        [*((name, "token") for name in CORRECTIONS), *((name, "sequence") for name in ("decoupled", "ais", "icepop"))],
+        *(("ais", "token"), ("trm", "token"), ("acr", "token"), ("decoupled", "sequence")),
+    ),
 )
 def test_every_correction_runs_under_several_masks(tmp_path, name, level):
     settings = {"rollout_precision": "int4", "is_correction": name, "num_iterations": 2, "max_steps": 4}

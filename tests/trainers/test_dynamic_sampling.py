@@ -18,6 +18,7 @@ import torch
 from dynamic import DULL, Record, check_generation, half, tokens, trainer_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from long_tests import rest_is_long
 from tiny import VOCAB_SIZE, save_tiny, tiny_model, tiny_tokenizer
 from training import assert_same_run, config, dataset, metrics, parameters, spread
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
@@ -83,7 +84,11 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(
+    "options",
+    rest_is_long(OPTIONS.values(), *(OPTIONS[name] for name in ("embedded", "none", "iterations", "generations"))),
+    ids=OPTIONS,
+)
 def test_informative_groups_are_left_alone(tmp_path, options):
     """Bit for bit the plain run where every group is informative, and another run where half of them are not."""
     runs = {}

@@ -10,6 +10,7 @@ import torch
 import trl.trainer.distillation_trainer as distillation_trainer
 import trl.trainer.grpo_trainer as grpo_trainer
 import trl.trainer.rloo_trainer as rloo_trainer
+from long_tests import rest_is_long
 from places import ROOT
 from tiny import save_tiny
 from training import (
@@ -109,8 +110,17 @@ COMPOSED = {
     },
 }
 
+# One of each kind of loss, of rows, of precision; the others differ from these in a constant or in the trainer
+BRIEFLY = (
+    *(("GRPO", option) for option in ("sapo", "gspo", "iterations", "off_policy_mask", "reference", "mixed_precision")),
+    *(("RLOO", option) for option in ("iterations", "steps_per_generation", "normalized", "padded", "frozen")),
+    *(("distillation", option) for option in ("forward", "eval", "lora")),
+)
 
-@pytest.mark.parametrize(("kind", "option"), [(kind, option) for kind in KINDS for option in COMPOSED[kind]])
+
+@pytest.mark.parametrize(
+    ("kind", "option"), rest_is_long([(kind, option) for kind in KINDS for option in COMPOSED[kind]], *BRIEFLY)
+)
 def test_composes_with_trl(tmp_path, kind, option):
     """Two steps, in GRPO and RLOO with groups of two; in GRPO with a second reward."""
     second = []
@@ -254,7 +264,7 @@ def test_what_it_says_of_itself(tmp_path, capsys, kind):
     assert ("correction tis, cap 2" if kind == "RLOO" else "no correction") in lines[3]
 
 
-@others
+@pytest.mark.parametrize("kind", rest_is_long(["RLOO", "distillation"]))
 def test_the_example_trains(tmp_path, monkeypatch, kind):
     """A few steps of what a user runs, on the repository's model, which is right on a third; a student comes nearer."""
     monkeypatch.chdir(tmp_path)
@@ -271,7 +281,7 @@ def test_the_example_trains(tmp_path, monkeypatch, kind):
 
 @pytest.mark.vllm
 @pytest.mark.parametrize(
-    ("kind", "family"), [("RLOO", "qwen3"), ("distillation", "qwen3"), ("distillation", "qwen3_5_text")]
+    ("kind", "family"), rest_is_long([("distillation", "qwen3"), ("RLOO", "qwen3"), ("distillation", "qwen3_5_text")])
 )
 def test_vllm_ends_as_a_fresh_engine(tmp_path, kind, family):
     """Three steps with a correction, in INT8; the log-probabilities that TRL leaves out arrive."""

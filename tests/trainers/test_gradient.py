@@ -87,6 +87,7 @@ def experiment(output_dir, precision, correction):
     return error, trainer._metrics["train"]["mismatch/kl_k3"][-1]
 
 
+@pytest.mark.long
 def test_the_corrected_gradient_is_closer_to_the_on_policy_one(tmp_path, sampled_once, record_property):
     error, kl = {}, {}
     for correction in ("none", "decoupled"):

@@ -7,6 +7,7 @@ from itertools import cycle
 
 import pytest
 import torch
+from long_tests import rest_is_long
 from reference import DROPPING
 from tiny import save_tiny, tiny_model
 from training import config, dataset, lora, make, metrics, parameters
@@ -99,7 +100,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("correction", LOCAL)
+@pytest.mark.parametrize("correction", rest_is_long(LOCAL, "coupled", "tis", "acr", "geometric", "dppo"))
 def test_every_correction_trains_as_with_two_passes(tmp_path, correction):
     one, none = trained(tmp_path / "one", is_correction=correction)
     two, passes = trained(tmp_path / "two", two_passes=True, is_correction=correction)
@@ -109,7 +110,9 @@ def test_every_correction_trains_as_with_two_passes(tmp_path, correction):
     assert {"sampling/sampling_logp_difference/max", "mismatch/entropy", "entropy"} <= metrics(one)[0].keys()
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(
+    "option", rest_is_long(OPTIONS, "lora", "several_generations_a_step", "off_policy_mask", "cispo", "sequences")
+)
 def test_every_option_trains_as_with_two_passes(tmp_path, option):
     settings = OPTIONS[option]
     one, passes = trained(tmp_path / "one", **settings)
@@ -185,8 +188,11 @@ def test_corrections_of_every_update_need_no_pass(tmp_path, monkeypatch, correct
 
 @pytest.mark.parametrize(
     ("updates", "correction"),
-    [(updates, "tis") for updates in SEVERAL_UPDATES]
-    + [("steps_of_two_micro_batches", name) for name in ("coupled", "acr", "ais", "icepop")],
+    rest_is_long(
+        [(updates, "tis") for updates in SEVERAL_UPDATES]
+        + [("steps_of_two_micro_batches", name) for name in ("coupled", "acr", "ais", "icepop")],
+        *(("iterations", "tis"), ("steps_of_two_micro_batches", "tis"), ("steps_of_two_micro_batches", "acr")),
+    ),
 )
 def test_a_sampler_with_the_trainers_bits_needs_no_pass(tmp_path, correction, updates):
     """The same parameters to the bit. With each loss's own log-probabilities for the old ones they would differ."""

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from long_tests import rest_is_long
 from readers import picture, reader
 from remembering import assert_goes_on, in_flight, returned
 from torch import nn
@@ -99,10 +100,12 @@ def now_and_then(prompts, completions, **kwargs) -> list[float]:
     ("kind", "column", "options"),
     [
         ("GRPO", "images", {}),
-        ("RLOO", "image", {}),
+        pytest.param("RLOO", "image", {}, marks=pytest.mark.long),
         ("distillation", "image", {}),
         ("GRPO", None, {}),
-        ("GRPO", "images", {"dynamic_sampling_rounds": 4, "reward_funcs": now_and_then}),
+        pytest.param(
+            *("GRPO", "images", {"dynamic_sampling_rounds": 4, "reward_funcs": now_and_then}), marks=pytest.mark.long
+        ),
     ],
     ids=["images", "image", "distillation", "none", "dynamic"],
 )
@@ -211,7 +214,7 @@ def test_vllm_gets_the_images_themselves():
     assert [(one.given, one.images) for one in requests] == [([5, 6], None), ([5, 6], ["a.png"])] and not processed
 
 
-@pytest.mark.parametrize("column", ["image", None])
+@pytest.mark.parametrize("column", rest_is_long(["image", None]))
 def test_a_prompt_that_has_become_longer_is_refused_with_images(tmp_path, column):
     """Its images would have other places. Without images, the tokens stay those of the start."""
     calls = []

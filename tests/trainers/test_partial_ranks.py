@@ -81,9 +81,10 @@ def server_of(model: Path, monkeypatch):
         process.wait(30)
 
 
+@pytest.mark.long
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["tp", pytest.param("server", marks=pytest.mark.long)])
+@pytest.mark.parametrize("case", ["tp", "server"])
 def test_one_engine_on_two_ranks(tmp_path, monkeypatch, case):
     """Both take each group's samples from it, and new tokens differ from the policy by BF16's rounding alone."""
     pytest.importorskip("vllm", reason="vLLM is not installed")

@@ -75,6 +75,7 @@ def test_groups_of_another_size_start_again(tmp_path, caplog, size):
         assert min(version for *_, versions in rows for version in versions) == 2
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_another_number_of_ranks_goes_on(tmp_path):
     """From one rank to two, and back: no token in flight is lost, and each prompt is trained on once."""

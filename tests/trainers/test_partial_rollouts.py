@@ -9,6 +9,7 @@ import math
 
 import pytest
 import torch
+from long_tests import rest_is_long
 from reference import DROPPING, OBJECTIVES, hyperparameters, rloo_gradient
 from reference_ppo import logps as slow_logps
 from remembering import partial_run
@@ -61,7 +62,7 @@ def of_versions(trainer, batch: dict, generation: int) -> torch.Tensor:
     return found.detach()
 
 
-@each_kind
+@pytest.mark.parametrize("kind", rest_is_long(KINDS, "GRPO", "PPO"))
 def test_each_token_has_the_log_probability_of_its_version(tmp_path, kind):
     trainer = run_of(tmp_path, kind)
     batches = noted(trainer)
@@ -83,7 +84,7 @@ def test_each_token_has_the_log_probability_of_its_version(tmp_path, kind):
     assert ages >= {1}
 
 
-@each_kind
+@pytest.mark.parametrize("kind", rest_is_long(KINDS, "GRPO", "distillation"))
 def test_every_prompt_is_sampled_once_in_trls_order(tmp_path, kind):
     """Over two epochs and a half, whose border a generation straddles; nothing is left at the end of the run."""
     settings = {"train_dataset": dataset(7), "num_train_epochs": 2.5, "max_steps": -1, "save_strategy": "no"}
@@ -157,13 +158,17 @@ def gradient(loss, model) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("kind", "correction"),
-    [
-        *(("GRPO", name) for name in CORRECTIONS),
-        # Each way in which a correction acts: another proximal policy, weights of a batch, dropped sequences, updates
-        *(("RLOO", name) for name in ("coupled", "ais", "geometric", "dppo")),
-        # PPO has GRPO's loss: weights, clip bounds, and its own advantages of dropped sequences
-        *(("PPO", name) for name in ("decoupled", "acr", "trm")),
-    ],
+    rest_is_long(
+        [
+            *(("GRPO", name) for name in CORRECTIONS),
+            # Each way in which a correction acts: another proximal policy, weights of a batch, fewer sequences, updates
+            *(("RLOO", name) for name in ("coupled", "ais", "geometric", "dppo")),
+            # PPO has GRPO's loss: weights, clip bounds, and its own advantages of dropped sequences
+            *(("PPO", name) for name in ("decoupled", "acr", "trm")),
+        ],
+        *(("GRPO", name) for name in ("coupled", "tis", "acr", "ais", "geometric", "dppo")),
+        *(("RLOO", "ais"), ("PPO", "trm")),
+    ),
 )
 def test_gradients_are_those_of_the_slow_references(tmp_path, kind, correction):
     """Of the batch of a third generation, with each weight from the version of its token; age 0 is a shortcut."""

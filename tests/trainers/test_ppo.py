@@ -11,6 +11,7 @@ import reference_ppo as slow
 import torch
 import transformers
 from changes import move
+from long_tests import rest_is_long
 from peft import get_peft_model
 from ppo_gradients import Uneven, distance, ppo, set_head
 from reference import DROPPING, OBJECTIVES, diagnostics, hyperparameters
@@ -81,7 +82,7 @@ def test_the_critics_loss_is_divided_by_a_steps_share_of_the_generation(tmp_path
     assert sum(losses) == pytest.approx(2 * mean.item(), rel=1e-4)
 
 
-@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize("correction", rest_is_long(CORRECTIONS, "coupled", "tis", "acr", "ais", "geometric", "dppo"))
 def test_the_gradients_of_policy_and_critic(tmp_path, models, correction):
     """After both have moved, on a batch with tools and uneven lengths; no shortcut has them."""
     settings = {"is_correction": correction, "num_iterations": 2, "epsilon": LOW, "epsilon_high": HIGH} | GAE

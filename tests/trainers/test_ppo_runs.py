@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from long_tests import rest_is_long
 from ppo_runs import ppo
 from safetensors.torch import load_file
 from tiny import save_tiny
@@ -72,16 +73,20 @@ def unbroken(path, policy, **options):
     [
         {},
         SHORT | {"num_iterations": 2, "is_correction": "ais", "max_steps": 8, "save_steps": 4},
-        SHORT
-        | {
-            "max_steps": 4,
-            "save_steps": 2,
-            "beta": 0.1,
-            "bf16": True,
-            "lr_scheduler_type": "polynomial",
-            "lr_scheduler_kwargs": {"lr_end": 5e-4},
-        },
-        {"optim": "sgd", "value_learning_rate": 0.1},  # without a state, in which the schedule's rate could stand
+        pytest.param(
+            SHORT
+            | {
+                "max_steps": 4,
+                "save_steps": 2,
+                "beta": 0.1,
+                "bf16": True,
+                "lr_scheduler_type": "polynomial",
+                "lr_scheduler_kwargs": {"lr_end": 5e-4},
+            },
+            marks=pytest.mark.long,
+        ),
+        # Without a state, in which the schedule's rate could stand
+        pytest.param({"optim": "sgd", "value_learning_rate": 0.1}, marks=pytest.mark.long),
     ],
     ids=["plain", "iterations", "reference", "sgd"],
 )
@@ -225,6 +230,7 @@ def test_a_critic_that_is_not_finite_ends_the_run(tmp_path, policy, what):
     assert last_complete_checkpoint(tmp_path).endswith("checkpoint-4")
 
 
+@pytest.mark.long
 def test_it_is_trained_again(tmp_path, policy):
     """A second training continues from the weights of the first, with a schedule of its own."""
     trainer = ppo(tmp_path, policy, save_strategy="no")
@@ -241,8 +247,8 @@ def test_it_is_trained_again(tmp_path, policy):
 @pytest.mark.vllm
 @pytest.mark.parametrize(
     ("options", "adapted"),
-    [({}, False), ({"vf_share_layers": True, "vf_coef": 0.5}, True)],
-    ids=["own", "shared, merged"],
+    rest_is_long([({"vf_share_layers": True, "vf_coef": 0.5}, True), ({}, False)]),
+    ids=["shared, merged", "own"],
 )
 def test_vllm_ends_as_a_fresh_engine(tmp_path, options, adapted):
     """

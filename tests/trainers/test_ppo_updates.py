@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from long_tests import rest_is_long
 from ppo_gradients import Uneven, distance, ppo, set_head
 from training import dataset, lora, metrics, parameters
 
@@ -107,7 +108,10 @@ COMPOSED = {
 }
 
 
-@pytest.mark.parametrize("option", COMPOSED)
+@pytest.mark.parametrize(
+    "option",
+    rest_is_long(COMPOSED, "steps_per_generation", "padded", "groups", "reference", "lora", "shared_mixed_precision"),
+)
 def test_composes_with_trl(tmp_path, models, option):
     adapted, evaluates = option.endswith(("lora", "frozen")), option.endswith("eval")
     given = {"peft_config": lora() if adapted else None, "eval_dataset": dataset(2) if evaluates else None}

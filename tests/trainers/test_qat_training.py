@@ -6,6 +6,7 @@ from itertools import cycle
 import pytest
 import torch
 from frozen_layers import same_codes
+from long_tests import rest_is_long
 from tiny import save_tiny, tiny_model
 from trained import layers_of, mismatches, trainer_of
 from training import config, lora, make, parameters
@@ -108,7 +109,10 @@ def test_a_copy_that_is_given_the_codes(tmp_path, precision):
 
 @pytest.mark.parametrize(
     ("precision", "dtype"),
-    [("nvfp4", "bfloat16"), *zip(qat_precisions(), cycle(["float32", "bfloat16"]))],
+    rest_is_long(
+        [("nvfp4", "bfloat16"), *zip(qat_precisions(), cycle(["float32", "bfloat16"]))],
+        *(("nvfp4", "bfloat16"), ("nvfp4", "float32")),
+    ),
 )
 def test_save_and_prepare_write_the_model_that_was_trained(tmp_path, precision, dtype):
     """`save_model` writes the master weights, from which `prepare` makes the codes that were trained, bit for bit."""

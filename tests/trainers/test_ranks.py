@@ -34,38 +34,65 @@ LONG = "-others"  # how the launches that `make test-long` alone runs are named
 LAUNCHES = {
     "ddp": (
         "ddp",
-        [*EMBEDDED, *PPO, *ASYNC, *PASSES, *TRAINED, *PACKED[1:], *LATE, *MASKED, "tp-int8-lora"],
+        [
+            *("embedded-int8-full", "experts-int8-lora", "truncated-int8-full", "ppo-int8-shared", "async-int8-full"),
+            *("async-broken-full", "passes-int4-lora", *TRAINED, "packed-int4-lora", *LATE, "masked-int4-full"),
+            "tp-int8-lora",
+        ],
+    ),
+    f"ddp{LONG}": (
+        "ddp",
+        [
+            *("embedded-int8-lora", "hybrid-int8-full", "rloo-int8-full", "distilled-int8-full", "ppo-int8-full"),
+            *("ppo-int8-lora", "async-tis-full", "async-int8-lora", "passes-int4-full", "masked-int8-lora"),
+        ],
     ),
     f"tp{LONG}": ("ddp", ["spread-bf16-full"]),
     f"dp{LONG}": ("ddp", ["dp-int8-full", "beside-int8-lora"]),  # vLLM keeps a process to one tensor parallel size
     "fsdp2": (
         "fsdp2",
         [
-            *EMBEDDED,
-            *PPO[:1],
-            *ASYNC,
-            *PACKED[1:],
-            *SHARDED[:2],
-            SHARDED_EXPERTS,
+            *("embedded-int8-full", "experts-int8-lora", "async-int8-full", *SHARDED[:1], SHARDED_EXPERTS),
             "fsdp2-int8-lora",
         ],
     ),
     f"fsdp2{LONG}": (
         "fsdp2",
-        [*PPO[2:], *PACKED[:1], *MASKED, *SHARDED[2:], "unified-int8-full", "split-int8-lora", "gathered-bf16-lora"],
+        [
+            *EMBEDDED[1:2],
+            *EMBEDDED[3:],
+            *(PPO[0], PPO[2], ASYNC[0], *ASYNC[2:], *PACKED, *MASKED, *SHARDED[1:]),
+            *("unified-int8-full", "split-int8-lora", "gathered-bf16-lora"),
+        ],
     ),
-    "zero2": ("zero2", [*TRAINED, *PACKED[:1]]),
-    f"zero2{LONG}": ("zero2", ["zero2-int8-full"]),
-    "zero3": ("zero3", [*PARTITIONED, "zero3-int8-full"]),
-    f"zero3{LONG}": ("zero3", ["zero3-bf16-lora", "partitioned-bf16-full"]),
+    "zero2": ("zero2", TRAINED),
+    f"zero2{LONG}": ("zero2", [*PACKED[:1], "zero2-int8-full"]),
+    "zero3": ("zero3", [*PARTITIONED[:1], "zero3-int8-full"]),
+    f"zero3{LONG}": ("zero3", [*PARTITIONED[1:], "zero3-bf16-lora", "partitioned-bf16-full"]),
 }
 
 
-def launched(cases: list[str]) -> list:
-    """Each launch of each of `cases`, as the parameters of a test."""
+def launch_of(configuration: str, case: str) -> str:
+    """The launch in which a case runs under a configuration."""
+    return next(name for name, (its, cases) in LAUNCHES.items() if its == configuration and case in cases)
+
+
+def marks(case: str, *configurations: str) -> list:
+    """A test of a case is `long` if one of the launches that it needs is."""
+    launches = [launch_of(configuration, case) for configuration in configurations]
+    return [pytest.mark.long] if any(launch.endswith(LONG) for launch in launches) else []
+
+
+def each(cases: list[str], *configurations: str) -> list:
+    """The cases, as the parameters of a test that needs each under all `configurations`."""
+    return [pytest.param(case, marks=marks(case, *configurations)) for case in cases]
+
+
+def wherever(cases: list[str]) -> list:
+    """Each of `cases` under each configuration that has it, as the parameters of a test."""
     return [
-        pytest.param(launch, case, id=f"{launch}-{case}", marks=[pytest.mark.long] if launch.endswith(LONG) else [])
-        for launch, (_, its_cases) in LAUNCHES.items()
+        pytest.param(configuration, case, marks=marks(case, configuration))
+        for configuration, its_cases in LAUNCHES.values()
         for case in its_cases
         if case in cases
     ]
@@ -78,31 +105,37 @@ def found(tmp_path_factory):
         name: (configuration, [case for case in cases if case in WITHOUT_VLLM or with_vllm])
         for name, (configuration, cases) in LAUNCHES.items()
     }
-    return on_demand(tmp_path_factory, launches)
+    run = on_demand(tmp_path_factory, launches)
+    return lambda configuration, case: run(launch_of(configuration, case), case)
 
 
 @pytest.mark.parametrize(
-    ("launch", "case"), [*(("fsdp2", case) for case in EMBEDDED), *(("zero3", case) for case in PARTITIONED)]
+    ("configuration", "case"),
+    [
+        pytest.param(configuration, case, marks=marks(case, configuration, "ddp"))
+        for configuration, cases in (("fsdp2", EMBEDDED), ("zero3", PARTITIONED))
+        for case in cases
+    ],
 )
-def test_a_sharded_policy_trains_as_the_whole(found, launch, case):
+def test_a_sharded_policy_trains_as_the_whole(found, configuration, case):
     """
     Under FSDP2 bit for bit in all steps; under ZeRO-3, whose optimizer rounds otherwise, in the first.
 
     No gradients are clipped: FSDP2 adds up their norm in another order, and the last bits of a weight move codes of the
     engine, which decide between two tokens now and then. Which step that happens in depends on every other last bit.
     """
-    ours, theirs = found(launch, case)[0], found("ddp", case)[0]
+    ours, theirs = found(configuration, case)[0], found("ddp", case)[0]
     assert len(ours) == 3 and ours[0] == theirs[0] and ours[1] != ours[2]
-    if launch == "fsdp2":
+    if configuration == "fsdp2":
         assert ours == theirs
     else:
         updates, expected = ([entry["weights/normalized_update"] for entry in log[1:]] for log in (ours, theirs))
         assert updates == pytest.approx(expected, rel=1e-2)
 
 
-@pytest.mark.parametrize(("launch", "case"), launched(PACKED))
-def test_packed_rows_train_as_padded_ones(found, launch, case):
-    ranks = found(launch, case)
+@pytest.mark.parametrize(("configuration", "case"), wherever(PACKED))
+def test_packed_rows_train_as_padded_ones(found, configuration, case):
+    ranks = found(configuration, case)
     assert all(rank["gap"] < 1e-4 for rank in ranks)
     assert all(packed < 0.8 * padded for packed, padded in (rank["computed"] for rank in ranks))
 
@@ -125,15 +158,15 @@ def on_one_rank(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize(("launch", "case"), launched(PPO))
-def test_policy_and_critic_on_two_ranks_train_as_on_one(found, on_one_rank, launch, case):
+@pytest.mark.parametrize(("configuration", "case"), wherever(PPO))
+def test_policy_and_critic_on_two_ranks_train_as_on_one(found, on_one_rank, configuration, case):
     """
     Two updates on each of two generations, whose completions their prompts decide, each in two micro-batches. Resumed
     inside a generation or between two, the ranks end bit for bit where they did.
     """
-    left, right = found(launch, case)
+    left, right = found(configuration, case)
     assert left["weights"] == right["weights"] and left["resumed"] and right["resumed"]
-    assert left["sharded"] == right["sharded"] == (launch.startswith("fsdp2") and not case.endswith("shared"))
+    assert left["sharded"] == right["sharded"] == (configuration == "fsdp2" and not case.endswith("shared"))
     one = on_one_rank(case)
     expected = ppo_ranks.sums(one)
     for part, names in left["weights"].items():
@@ -158,14 +191,13 @@ def beside_one_rank(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("launch", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("case", ASYNC[:-1])
-def test_asynchronous_samples_train_as_on_one_rank(found, beside_one_rank, launch, case):
+@pytest.mark.parametrize(("configuration", "case"), wherever(ASYNC[:-1]))
+def test_asynchronous_samples_train_as_on_one_rank(found, beside_one_rank, configuration, case):
     """
     The first rank samples in a thread or has the samples, and makes the rows of both, which have ages and weights. The
     weights of a sync reach its copy, whose log-probabilities the samples have.
     """
-    left, right = found(launch, case)
+    left, right = found(configuration, case)
     assert left["weights"] == right["weights"]
     one = beside_one_rank(case)
     expected = ppo_ranks.sums_of(ppo_ranks.whole(one.model))
@@ -176,11 +208,10 @@ def test_asynchronous_samples_train_as_on_one_rank(found, beside_one_rank, launc
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-6)
 
 
-@pytest.mark.parametrize("launch", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("case", THREADS)
-def test_a_run_that_samples_on_the_first_rank_resumes(found, launch, case):
+@pytest.mark.parametrize(("configuration", "case"), wherever(THREADS))
+def test_a_run_that_samples_on_the_first_rank_resumes(found, configuration, case):
     """Between two syncs too: the resumed run begins with a sync."""
-    left, right = found(launch, case)
+    left, right = found(configuration, case)
     assert (left["samples"], right["samples"]) == (True, False)
     assert left["versions"] == right["versions"] and left["resumed"] == right["resumed"]
     if case == THREADS[0]:
@@ -189,14 +220,14 @@ def test_a_run_that_samples_on_the_first_rank_resumes(found, launch, case):
         assert left["resumed"] != left["weights"] != left["start"]
 
 
-@pytest.mark.parametrize("launch", ["ddp", "fsdp2"])
-def test_an_error_beside_the_training_ends_all_ranks(found, launch):
-    left, right = found(launch, ASYNC[-1])
+@pytest.mark.parametrize(("configuration", "case"), wherever(ASYNC[-1:]))
+def test_an_error_beside_the_training_ends_all_ranks(found, configuration, case):
+    left, right = found(configuration, case)
     assert "The reward function 'broken', at step" in left["error"] and "returned inf for row 0" in left["error"]
     assert right["error"] == f"Rank 0: {left['error']}"
 
 
-@pytest.mark.parametrize("case", MASKED)
+@pytest.mark.parametrize("case", each(MASKED, "ddp"))
 def test_a_masked_diffusion_policy_has_the_same_masks_on_every_rank(found, case):
     """Each rank's trainer and copy see the same rows, and both ranks train one policy."""
     ranks = found("ddp", case)
@@ -209,16 +240,15 @@ def test_a_masked_diffusion_policy_has_the_same_masks_on_every_rank(found, case)
     assert ranks[0]["weights"] == ranks[1]["weights"]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("case", MASKED)
+@pytest.mark.parametrize("case", each(MASKED, "ddp", "fsdp2"))
 def test_a_masked_diffusion_policy_in_parts_begins_as_the_whole(found, case):
-    for whole, part in zip(found("ddp", case), found(f"fsdp2{LONG}", case), strict=True):
+    for whole, part in zip(found("ddp", case), found("fsdp2", case), strict=True):
         assert part["rows"]["policy"] == {row: 2 * times for row, times in part["rows"]["copy"].items()}
         for name in ("reward", "mismatch/kl_k3", "ais/alpha"):
             assert part["log"][0][name] == pytest.approx(whole["log"][0][name], rel=1e-3)
 
 
-@pytest.mark.parametrize("case", PASSES)
+@pytest.mark.parametrize("case", each(PASSES, "ddp"))
 def test_one_pass_trains_as_two(found, case):
     """Weights bit for bit; metrics are those of both ranks' tokens, to the rounding of their sums."""
     ranks = found("ddp", case)
@@ -229,10 +259,10 @@ def test_one_pass_trains_as_two(found, case):
     assert ranks[0][0]["log"] == ranks[1][0]["log"] != []
 
 
-@pytest.mark.parametrize("launch", ["ddp", "zero2"])
-def test_a_frozen_base(found, launch):
+@pytest.mark.parametrize("configuration", ["ddp", "zero2"])
+def test_a_frozen_base(found, configuration):
     """Both ranks train one adapter, of which both sample, and leave the base as it was."""
-    left, right = found(launch, TRAINED[0])
+    left, right = found(configuration, TRAINED[0])
     assert left["log"] == right["log"] and left["weights"] == right["weights"]
     assert left["moved"] and all(".lora_" in name for name in left["moved"])
     assert all(abs(entry["mismatch/kl_k3"]) < 1e-9 for entry in left["log"])
@@ -257,7 +287,7 @@ def test_the_numbers_that_sample(found):
     assert zero2["codes"] == ddp["codes"] >= 14 and zero2["stale"] == ddp["stale"] == []
 
 
-@pytest.mark.parametrize("case", SHARDED[:2])
+@pytest.mark.parametrize("case", each(SHARDED[:2], "fsdp2"))
 def test_in_the_numbers_that_sample_fsdp2_trains_as_the_whole(found, case):
     """
     Bit for bit, with a reference policy and resumed, or with micro-batches; a policy trained in FP32 ends far away.
@@ -288,10 +318,10 @@ def test_experts_in_the_numbers_that_sample_train_under_fsdp2_as_the_whole(found
     assert left["gap"] == 0 and left["plain_gap"] > 0.3
 
 
-@pytest.mark.parametrize(("launch", "case"), launched(SHARDED))
-def test_codes_of_what_fsdp2_gathers(found, launch, case):
+@pytest.mark.parametrize(("configuration", "case"), wherever(SHARDED))
+def test_codes_of_what_fsdp2_gathers(found, configuration, case):
     """The engine gets the codes that the trainer computes with, also where these are of weights gathered in BF16."""
-    for result in found(launch, case):
+    for result in found(configuration, case):
         layers, products = result["layers"], result["products"]
         # q, k and v have one, and so have gate and up; blocks of 128 do not divide this k
         assert products == layers * (6 if "fp8_block" in case else 4) / 7
@@ -309,11 +339,11 @@ def test_codes_of_what_fsdp2_gathers(found, launch, case):
 @pytest.mark.vllm
 @pytest.mark.skipif(not find_spec("vllm"), reason="vLLM is not installed")
 @pytest.mark.parametrize(
-    ("launch", "case"),
-    launched([case for _, cases in LAUNCHES.values() for case in cases if case not in WITHOUT_VLLM]),
+    ("configuration", "case"),
+    wherever([case for _, cases in LAUNCHES.values() for case in cases if case not in WITHOUT_VLLM]),
 )
-def test_engines_end_as_fresh_ones(found, launch, case):
-    ranks = found(launch, case)
+def test_engines_end_as_fresh_ones(found, configuration, case):
+    ranks = found(configuration, case)
     check(case, ranks)
     for result in ranks:  # a base in codes alone, which FSDP does not shard
         assert (result.get("layers", 0) > 0) == case.startswith("beside")

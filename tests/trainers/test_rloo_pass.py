@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from long_tests import rest_is_long
 from plain import plain_logps
 from reference import ACTING, cis_cap, diagnostics, hyperparameters, rloo_gradient
 from rloo_runs import Counting, quantized
@@ -28,7 +29,7 @@ class Scoring(Counting):
         return super().train(*args, **kwargs)
 
 
-@pytest.mark.parametrize("correction", SAVING)
+@pytest.mark.parametrize("correction", rest_is_long(SAVING, "coupled", "tis", "geometric", "dppo"))
 def test_the_step_is_that_of_the_slow_reference(tmp_path, correction):
     """
     Without the pass, and with it, over two micro-batches. The gradient of the wrong correction is far away. With the

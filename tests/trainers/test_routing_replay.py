@@ -4,6 +4,7 @@ import pytest
 import torch
 from distilling import distil
 from dynamic import trainer_of as dynamic
+from long_tests import rest_is_long
 from ppo_runs import ppo
 from slow_routing import ALL_GATES, as_sets, chosen_again, compute_slowly, mixture_of
 from tiny import tiny_model
@@ -98,7 +99,7 @@ def logps_of(trainer, model, batch):
         return trainer._get_per_token_logps_and_entropies(model, ids, mask, batch["completion_ids"].shape[1])[0]
 
 
-@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("packs", rest_is_long([True, False]))
 @pytest.mark.parametrize(("family", "settings"), ALL_GATES, ids=str)
 def test_scores_and_gradients_are_those_of_the_samplers_experts(tmp_path, family, settings, packs):
     """Old policy, reference, and update, against loops with the experts; without replay they are others."""
@@ -119,7 +120,7 @@ def test_scores_and_gradients_are_those_of_the_samplers_experts(tmp_path, family
     assert ((unreplayed - batch["old_per_token_logps"]) * mask).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("packs", rest_is_long([True, False]))
 def test_adapters_replay(tmp_path, packs):
     """Beside an adapter on attention. The reference is the policy without it, and a router may be trained whole."""
     given = INT4 | {"num_iterations": 2, "beta": 0.1, "pack_sequences": packs, "router_replay": True}
@@ -154,7 +155,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("packs", rest_is_long([True, False]))
 @pytest.mark.parametrize("run", OTHERS)
 def test_other_trainers_replay(tmp_path, run, packs):
     trainer = OTHERS[run](tmp_path, on_disk(tmp_path), pack_sequences=packs, router_replay=True)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import warm
 from accelerate import Accelerator
+from long_tests import rest_is_long
 from places import ROOT
 from tiny import save_tiny, tiny_tokenizer
 from training import config, lora, make
@@ -87,7 +88,7 @@ def streamed(engine) -> list[tuple]:
     return [(name, tensor.shape, tensor.dtype) for name, tensor in engine.stream()]
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", rest_is_long(RUNS, "adapter", "full"))
 def test_the_engine_on_trial_is_the_runs(name, model, tmp_path, monkeypatch):
     """vLLM is asked for one engine by both, with what they sample and sync alike."""
     recorder, trials = Recorder(monkeypatch), []

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import PartialState
+from long_tests import rest_is_long
 from places import ROOT
 from reference import DROPPING, diagnostics
 from tiny import save_tiny, tiny_model
@@ -101,7 +102,7 @@ def test_the_embedded_engine_is_prepared_once(tmp_path):
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("level", rest_is_long([2, 1, 0]))
 def test_vllm_is_prepared_once(tmp_path, monkeypatch, level):
     """One waking, one sync and one self-check a generation, whatever the number of turns."""
     pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -166,6 +167,7 @@ def test_a_rollout_func_finds_the_engine_ready(tmp_path, monkeypatch):
 # What is logged of a sync
 
 
+@pytest.mark.long
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_a_sync_that_brings_weights_back_is_not_logged(tmp_path):

@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+from long_tests import rest_is_long
 from peft import LoraConfig, get_peft_model
 from torch.nn.functional import linear
 
@@ -63,7 +64,10 @@ def apart(model, precision, monkeypatch):
 # precisions how the tiles are made, which knows no names
 @pytest.mark.parametrize(
     ("family", "precision"),
-    [*zip(FAMILIES, ["nvfp4", "mxfp4"] * len(FAMILIES)), ("qwen2", "mxfp4")],
+    rest_is_long(
+        [*zip(FAMILIES, ["nvfp4", "mxfp4"] * len(FAMILIES)), ("qwen2", "mxfp4")],
+        *(("qwen2", "mxfp4"), ("qwen2", "nvfp4"), ("gemma3", "mxfp4")),
+    ),
 )
 def test_one_memory(tmp_path, precision, family, monkeypatch, caplog):
     """The engine computes what one with a base of its own does, bit for bit, and the policy what it did before."""

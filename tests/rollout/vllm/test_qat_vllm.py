@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from long_tests import rest_is_long
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -36,7 +37,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @every_precision
-@pytest.mark.parametrize("family", ["qwen2", "gemma3", "phi3"])
+@pytest.mark.parametrize("family", rest_is_long(["qwen2", "gemma3", "phi3"]))
 def test_live_equals_fresh(tmp_path, precision, family):
     """After each update the engine computes what one does that starts on a prepared checkpoint of the weights."""
     model = trained(tmp_path / "policy", precision, family)

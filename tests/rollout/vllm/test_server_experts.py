@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from long_tests import rest_is_long
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -33,7 +34,7 @@ UNREACHED = 2  # the expert that no token reaches
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(family, marks=[] if family == "glm4_moe" else pytest.mark.long) for family in MIXTURES],
+    params=rest_is_long(MIXTURES, "glm4_moe"),
 )
 def server(request, tmp_path_factory):
     """One family's policy and the server that was started on it, shared by the tests of this file."""

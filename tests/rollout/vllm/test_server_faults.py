@@ -247,6 +247,7 @@ def test_waiting_for_a_server_ends(tmp_path, server, proxy, monkeypatch, fault, 
         trainer_of(tmp_path, proxy, server.model, "bf16", vllm_server_timeout=1.0)
 
 
+@pytest.mark.long
 def test_without_a_limit_a_slow_server_is_waited_for(tmp_path, server, proxy):
     def slow(handler, answer):
         time.sleep(1.5 * LIMIT)
@@ -373,6 +374,7 @@ def test_a_failed_update_of_norms(tmp_path, server, proxy):
         trainer.evaluate(trainer.train_dataset.select(range(2)))
 
 
+@pytest.mark.long
 def test_a_sync_while_other_clients_wait_for_samples(tmp_path, server):
     """The server keeps the other clients' requests, and no keys and values from before the sync."""
     trainer = trainer_of(tmp_path, server.url, server.model, "bf16", vllm_request_timeout=60.0)

@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from drawing import generated, set_options
 from ended_early import at_least
+from long_tests import rest_is_long
 from tiny import save_tiny
 from training import config, make, metrics
 
@@ -334,7 +335,11 @@ LEAN = {
 
 # A model's drafts go through the same code where completions end early or have seeds
 @pytest.mark.parametrize(
-    ("option", "drafts"), [*((option, "n-grams") for option in LEAN), ("truncated", "a model"), ("greedy", "a model")]
+    ("option", "drafts"),
+    rest_is_long(
+        [*((option, "n-grams") for option in LEAN), ("truncated", "a model"), ("greedy", "a model")],
+        *((option, "n-grams") for option in LEAN),
+    ),
 )
 def test_lean_samples_are_vllms(sampler, guessing, monkeypatch, option, drafts):
     mend(monkeypatch)

@@ -5,6 +5,7 @@ import torch
 import torch.nn.utils.parametrize as parametrize
 import torch.nn.utils.prune as prune
 from changes import BEST, FOLLOWED, STEPS, Double, after_the_best, changes, move, replace, worse_each_step
+from long_tests import rest_is_long
 from peft import get_peft_model
 from torch import nn
 from training import dataset, lora, trainer_for
@@ -134,7 +135,7 @@ def test_any_order_of_changes(tmp_path):
     assert left > STEPS / 4
 
 
-@pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("peft", rest_is_long([True, False]), ids=["lora", "full"])
 def test_the_best_weights_are_sampled_from(tmp_path, monkeypatch, peft):
     """They come back after the last step, and with no step of their own."""
     found = {}
@@ -155,7 +156,7 @@ def test_the_best_weights_are_sampled_from(tmp_path, monkeypatch, peft):
 
 
 @pytest.mark.parametrize("tuning", ["full", "merge", "adapter"])
-@pytest.mark.parametrize("data", [False, True], ids=["counted", "data"])
+@pytest.mark.parametrize("data", rest_is_long([True, False]), ids=["data", "counted"])
 def test_a_policy_trained_as_sampled(tmp_path, data, tuning):
     """Its layers' codes are new after an edit, and vLLM's: bit for bit those of an engine started on the weights."""
     model = policy(tmp_path / "model")

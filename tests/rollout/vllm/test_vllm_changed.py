@@ -11,6 +11,7 @@ import pytest
 import torch
 from cutlass_on_cpu import cutlass_on_cpu
 from int8_experts import int8_experts_on_cpu
+from long_tests import rest_is_long
 from peft import LoraConfig, get_peft_model
 
 
@@ -131,7 +132,7 @@ def test_a_routers_buffers_are_always_sent(tmp_path):
     assert greedy(sampler.llm) == greedy(fresh(model, "bf16", tmp_path / "checkpoint"))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "int8"])
+@pytest.mark.parametrize("precision", rest_is_long(["int8", "bf16"]))
 def test_a_head_alone_and_nothing_at_all(tmp_path, monkeypatch, precision):
     """After a check that fails, all is sent although nothing has changed."""
     model = policy(tmp_path / "model", family="qwen3", tied=False).requires_grad_(False)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from drawing import generated
+from long_tests import rest_is_long
 from tiny import tiny_tokenizer
 
 
@@ -30,11 +31,14 @@ pytestmark = pytest.mark.vllm
 # Each pair of a precision, tied or untied embeddings, and with or without an adapter to merge
 @pytest.mark.parametrize(
     ("precision", "tied", "with_lora"),
-    [
-        *(("bf16", True, False), ("bf16", False, True)),
-        *(("int8", True, True), ("int8", False, False)),
-        *(("fp8_block", True, False), ("fp8_block", False, True)),
-    ],
+    rest_is_long(
+        [
+            *(("bf16", True, False), ("bf16", False, True)),
+            *(("int8", True, True), ("int8", False, False)),
+            *(("fp8_block", True, False), ("fp8_block", False, True)),
+        ],
+        *(("bf16", False, True), ("int8", True, True), ("fp8_block", True, False)),
+    ),
 )
 def test_every_sync_equals_a_fresh_engine(tmp_path, precision, tied, with_lora, monkeypatch):
     if precision == "fp8_block":

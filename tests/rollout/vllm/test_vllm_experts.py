@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from long_tests import rest_is_long
 from peft import LoraConfig
 from safetensors.torch import load_file
 from tampering import of_expert, sync_changed
@@ -29,7 +30,7 @@ UNREACHED = 2  # GLM-4's expert that no token reaches
 ATTENTION = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj"])  # "all-linear" takes experts too
 
 
-@pytest.fixture(scope="module", params=MIXTURES)
+@pytest.fixture(scope="module", params=rest_is_long(MIXTURES, "qwen2_moe", "glm4_moe"))
 def sampler(request, tmp_path_factory):
     """The engine of one family's policy, shared by the tests of this file."""
     path = tmp_path_factory.mktemp(request.param)
@@ -189,7 +190,7 @@ def test_experts_that_vllm_pads_are_refused(tmp_path):
         engine(policy(tmp_path, family="qwen3_moe", moe_intermediate_size=48), "bf16")
 
 
-@pytest.mark.parametrize("peft_config", [None, ATTENTION], ids=["full", "lora"])
+@pytest.mark.parametrize("peft_config", rest_is_long([ATTENTION, None]), ids=["lora", "full"])
 def test_grpo_trains_a_mixture(tmp_path, peft_config):
     args = config(
         QuantGRPOConfig,

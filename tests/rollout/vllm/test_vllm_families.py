@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from long_tests import rest_is_long
 from tiny import FURTHER, SCALED, SIZES, tiny_tokenizer
 from torch import nn
 
@@ -21,7 +22,7 @@ OPTIONS = {"cohere2": {"sliding_window": 1024}, "ministral3": {"rope_parameters"
 IN_VLLM = [family for family in FURTHER if FAMILIES[family].vllm]
 
 
-@pytest.mark.parametrize("family", IN_VLLM)
+@pytest.mark.parametrize("family", rest_is_long(IN_VLLM, "cohere2", "glm4", "ministral3", "olmo2"))
 def test_live_equals_fresh(tmp_path, family):
     """In codes, in layers that vLLM fuses as the table says, of the class that it names."""
     model = policy(tmp_path / "model", family=family, **OPTIONS.get(family, {}))
@@ -42,7 +43,7 @@ def test_live_equals_fresh(tmp_path, family):
     assert own.__call__ is nn.Module.__call__ and own.__init__.__module__ == own.__module__
 
 
-@pytest.mark.parametrize("family", ["cohere2", "glm4", "olmo2", "starcoder2"])
+@pytest.mark.parametrize("family", rest_is_long(["glm4", "cohere2", "olmo2", "starcoder2"]))
 def test_live_equals_fresh_in_bf16(tmp_path, family):
     model = policy(tmp_path / "model", family=family, **OPTIONS.get(family, {}))
     sampler = engine(model, "bf16")
@@ -78,7 +79,7 @@ def test_a_window_that_is_wider_in_vllm(tmp_path):
         sampler.check_sync()
 
 
-@pytest.mark.parametrize("family", ["cohere2", "smollm3"])
+@pytest.mark.parametrize("family", rest_is_long(["cohere2", "smollm3"]))
 def test_noise_arrives(tmp_path, family):
     """In LayerNorms, and in norms of transformers' classes."""
     sampler = sampler_of(tmp_path, "bf16", True, "cpu", family=family, **OPTIONS.get(family, {}))

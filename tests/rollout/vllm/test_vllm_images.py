@@ -8,6 +8,7 @@ import copy
 import pytest
 import torch
 from datasets import Dataset
+from long_tests import rest_is_long
 from peft import LoraConfig, get_peft_model
 from readers import READERS, load_reader, picture, processed, save_reader
 from training import killing, metrics, trainer_for
@@ -42,7 +43,12 @@ def sampler(tmp_path_factory):
     return built
 
 
-@pytest.mark.parametrize(("family", "precision"), [*((family, "int8") for family in READERS), ("qwen2_5_vl", "bf16")])
+@pytest.mark.parametrize(
+    ("family", "precision"),
+    rest_is_long(
+        [*((family, "int8") for family in READERS), ("qwen2_5_vl", "bf16")], ("qwen2_5_vl", "int8"), ("gemma3", "int8")
+    ),
+)
 def test_live_equals_fresh_and_the_language_model_alone_is_quantized(tmp_path, family, precision):
     """Bit for bit after two syncs, with text and with images. Towers and what joins them keep BF16, and are synced."""
     model, processor = load_reader(save_reader(tmp_path / "model", family))
@@ -185,9 +191,7 @@ def pictured_trainer(path, output, **given):
     return trainer
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[] if name == "qwen2_5_vl" else pytest.mark.long) for name in WITH_IMAGES]
-)
+@pytest.mark.parametrize("family", rest_is_long(WITH_IMAGES, "qwen2_5_vl"))
 def test_grpo_trains_with_images(tmp_path, family):
     """Each step is checked with an image; the gradient moves tower and text."""
     trainer = pictured_trainer(save_reader(tmp_path / "model", family), tmp_path / "out", max_steps=2)
@@ -246,7 +250,7 @@ def test_unfinished_completions_go_on_with_their_images(tmp_path):
     assert all(entry["mismatch/abs_logp_diff"] < 0.03 for entry in logged)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+@pytest.mark.parametrize("family", rest_is_long(["qwen2_5_vl", "gemma3"]))
 def test_a_prepared_checkpoint_keeps_what_sees_images(tmp_path, family):
     """On disk it has other names than in the policy. vLLM starts on the same bits that a sync sends."""
     path = save_reader(tmp_path / "model", family)

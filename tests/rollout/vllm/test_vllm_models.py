@@ -4,6 +4,7 @@ import peft
 import pytest
 import torch
 from drawing import generated
+from long_tests import rest_is_long
 from peft import LoraConfig, get_peft_model
 from tiny import FAMILIES, save_tiny, tiny_tokenizer
 from training import lora, trainer_for
@@ -46,7 +47,7 @@ def refused(call, *words) -> None:
 # Adapters
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gemma2"])
+@pytest.mark.parametrize("family", rest_is_long([name for name in FAMILIES if name != "gemma2"], "qwen2", "gemma3"))
 def test_a_head_that_is_trained_whole(tmp_path, family):
     adapter = LoraConfig(r=4, target_modules="all-linear", modules_to_save=["lm_head"])
     assert_samples_from(adapted(tmp_path / "model", adapter, family=family, tied=False), "int8", tmp_path)
@@ -62,7 +63,7 @@ ADAPTERS = {
 }
 
 
-@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize("kind", rest_is_long(ADAPTERS, "AdaLoRA", "norms", "tokens"))
 def test_adapters(tmp_path, kind):
     assert_samples_from(adapted(tmp_path / "model", ADAPTERS[kind], tied=False), "int8", tmp_path)
 

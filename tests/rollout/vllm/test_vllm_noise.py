@@ -1,6 +1,7 @@
 """The noise arrives in vLLM's norms on a CPU, in every family whose norms are known, and BF16 norms swallow it."""
 
 import pytest
+from long_tests import rest_is_long
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -13,7 +14,7 @@ from trl_quant.rollout import RolloutNoise
 pytestmark = pytest.mark.vllm
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "phi3", "gemma2", "gemma3"])
+@pytest.mark.parametrize("family", rest_is_long(["qwen3", "llama", "phi3", "gemma2", "gemma3"], "qwen3", "gemma3"))
 def test_noise_arrives(tmp_path, family):
     """The weakest in each family; stronger noise, which arrives where weaker does, in one."""
     sampler = sampler_of(tmp_path, "bf16", True, "cpu", family=family)
@@ -26,10 +27,7 @@ def test_noise_arrives(tmp_path, family):
     sampler.check_sync()
 
 
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(name, marks=pytest.mark.long if name in ("qwen2_moe", "mixtral") else []) for name in MIXTURES],
-)
+@pytest.mark.parametrize("family", rest_is_long(MIXTURES, "glm4_moe"))
 def test_noise_arrives_in_mixtures(tmp_path, family):
     """All experts are chosen: with fewer, rounding in BF16 sends some tokens to others, which hides what noise does."""
     every_expert = {"num_experts_per_tok": 4}

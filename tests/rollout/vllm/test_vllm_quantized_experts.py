@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from long_tests import rest_is_long
 from peft import LoraConfig, get_peft_model
 from tampering import of_expert, sync_changed
 from tiny import MIXTURES
@@ -41,7 +42,7 @@ def int8_anywhere():
         yield
 
 
-@pytest.fixture(scope="module", params=MIXTURES)
+@pytest.fixture(scope="module", params=rest_is_long(MIXTURES, "qwen3_moe", "glm4_moe"))
 def sampler(request, tmp_path_factory, int8_anywhere):
     """The engine of one family's policy, shared by the tests of this file."""
     dtype = torch.float32 if request.param == "mixtral" else torch.bfloat16

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from drawing import generated, set_options
+from long_tests import rest_is_long
 from tiny import save_tiny
 from training import config, lora, make, metrics
 
@@ -261,7 +262,7 @@ def test_the_engine_is_as_before(sampler, monkeypatch, fails):
 # A generation that breaks off leaves nothing behind
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("error", rest_is_long([KeyboardInterrupt, RuntimeError]))
 @pytest.mark.parametrize("place", PLACES)
 def test_a_generation_that_breaks_off(sampler, monkeypatch, place, error):
     """The next generation has no completion of it, and is that of an engine in which nothing failed."""
@@ -370,7 +371,7 @@ def test_the_routing_of_experts_is_not_cut(sampler, monkeypatch, at_once):
         ]
 
 
-@pytest.mark.parametrize("lora_sync", ["merge", "adapter"])
+@pytest.mark.parametrize("lora_sync", rest_is_long(["adapter", "merge"]))
 def test_through_the_trainer(tmp_path, lora_sync):
     """Two runs, with and without lean sampling, have the same numbers in every metric."""
     model, logs = save_tiny(tmp_path / "model", dtype=torch.bfloat16), []

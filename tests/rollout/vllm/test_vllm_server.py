@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from long_tests import rest_is_long
 from tiny import save_tiny
 from training import lora, trainer_for
 
@@ -72,6 +73,7 @@ def refusal(*args) -> str:
     return str(error.value)
 
 
+@pytest.mark.long
 def test_server_in_another_precision(tmp_path, model, servers):
     text = refusal(tmp_path, servers["bf16"], model, "fp8")
     assert "the precision 'bf16', and `rollout_precision`='fp8'" in text and "logprobs" not in text.split("Start it")[0]
@@ -158,9 +160,7 @@ def test_server_with_another_weight_transfer(tmp_path, model, servers, monkeypat
     assert """--weight-transfer-config '{"backend": "trl_quant"}'""" in command
 
 
-@pytest.mark.parametrize(
-    ("precision", "tuning"), [("bf16", "full"), ("int8", "full"), pytest.param("int8", "lora", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("precision", "tuning"), rest_is_long([("int8", "full"), ("bf16", "full"), ("int8", "lora")]))
 def test_server_samples_from_the_policy(tmp_path, model, servers, monkeypatch, precision, tuning):
     """
     Three steps, with noise on the way; then the server equals an engine that vLLM starts on the weights. The INT8
@@ -201,14 +201,7 @@ def test_server_samples_from_the_policy(tmp_path, model, servers, monkeypatch, p
     assert served(trainer.vllm_generation.vllm_client) == one_by_one(last)
 
 
-@pytest.mark.parametrize(
-    "trainer_class",
-    [
-        pytest.param(QuantRLOOTrainer, marks=pytest.mark.long),
-        QuantPPOTrainer,
-        pytest.param(QuantDistillationTrainer, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("trainer_class", rest_is_long([QuantPPOTrainer, QuantRLOOTrainer, QuantDistillationTrainer]))
 def test_each_trainer_samples_from_a_server(tmp_path, model, servers, monkeypatch, trainer_class):
     """Two steps with a correction; then the server equals an engine that vLLM starts on the weights."""
     monkeypatch.setattr(file_transfer, "FILE", Path(f"{model}-bf16.pt"))
