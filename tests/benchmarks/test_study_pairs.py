@@ -198,6 +198,7 @@ def untaught(directory: Path, num_experts: int = 0) -> Path:
     return directory
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("factor", rest_is_long([3, 1]))
 def test_a_run_keeps_its_cells_factor_in_flight_and_says_what_it_started_from(tmp_path, factor):
     model = untaught(tmp_path / "model")

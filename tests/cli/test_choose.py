@@ -328,6 +328,7 @@ def test_a_mixture_is_measured_in_what_its_run_may_have(tmp_path, monkeypatch):
         assert str(error.value) == reason
 
 
+@pytest.mark.long
 def test_why_nothing_was_chosen(tmp_path, monkeypatch):
     model = save_tiny(tmp_path / "model", dtype=torch.bfloat16)
     monkeypatch.setattr(support, "supported_precisions", lambda: {"int8": None, "fp8": "no kernel"})

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
+from long_tests import rest_is_long
 from peft import LoraConfig, get_peft_model
 from tiny import EOS, FAMILIES, MIXTURES, PAD, save_tiny, tiny_model, tiny_tokenizer
 from training import config, dataset, lora, trainer_for
@@ -283,7 +284,7 @@ def test_what_is_sampled_from(tmp_path, case):
         assert mismatch(trainer_of(tmp_path, SAMPLED_MODELS[case]())) < 1e-2
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", rest_is_long(FAMILIES, "gemma3", "phi3"))
 def test_every_family_with_its_head_trained_whole(tmp_path, family):
     whole = LoraConfig(r=4, target_modules="all-linear", modules_to_save=["lm_head"], init_lora_weights=False)
     assert mismatch(trainer_of(tmp_path, tiny_model(family, tied=False), peft_config=whole)) < 1e-2

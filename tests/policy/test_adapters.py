@@ -307,6 +307,7 @@ def test_other_branches_convert_as_before(options):
     assert as_many == many
 
 
+@pytest.mark.long
 def test_a_run_has_the_same_bits_with_fewer_conversions(tmp_path, monkeypatch):
     counts, runs = [], []
     for name in ("ours", "peft"):

@@ -42,6 +42,7 @@ def planned(config, tmp_path):
     return of
 
 
+@pytest.mark.long
 def test_each_change_is_told_where_it_is_enough_and_only_there(planned):
     """Every member of `CHANGES` is enough for some run, told with the peak that it leaves, and not for 1 GB."""
     runs = [

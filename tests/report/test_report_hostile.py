@@ -278,6 +278,7 @@ def test_values_that_are_no_numbers(tmp_path):
         assert row(run) and page([run])
 
 
+@pytest.mark.long
 def test_values_at_the_end_of_the_range(tmp_path):
     for value in (LARGEST, -LARGEST, 5e-324, 0.0):
         run = Run("x", log(**{name.replace("/", "__"): value for name in METRICS}))

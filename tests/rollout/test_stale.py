@@ -112,7 +112,7 @@ ADAPTERS = {
 }
 
 
-@pytest.mark.parametrize("variant", [{}, {"use_dora": True}], ids=["lora", "dora"])
+@pytest.mark.parametrize("variant", rest_is_long([{"use_dora": True}, {}]), ids=["dora", "lora"])
 @pytest.mark.parametrize("change", ADAPTERS)
 def test_adapters(tmp_path, change, variant):
     """The engine is as near to the policy as before the change, which an engine that missed it is not."""

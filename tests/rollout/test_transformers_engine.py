@@ -77,6 +77,7 @@ def test_logps_are_those_of_the_quantized_policy(precision):
     assert mismatch > 10 * min(worst, 1e-3) and mismatch > 1e-3  # and it is not the trained policy
 
 
+@pytest.mark.long
 def test_mismatch_grows_as_bits_fall():
     policy, gap = tiny_model(seed=1), {}
     for precision in ("bf16", "int8", "int4"):

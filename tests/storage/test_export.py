@@ -13,6 +13,7 @@ import pytest
 import torch
 import warm
 from copies import contents
+from long_tests import rest_is_long
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, save_tiny, tiny_model, tiny_tokenizer
@@ -91,7 +92,7 @@ def logits(model) -> torch.Tensor:
 # Merging
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("dtype", rest_is_long([BF16, torch.float32]))
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_equals_pefts_merge(adapter, dtype, tmp_path):
     base = save_tiny(tmp_path / "base", tied=False, dtype=dtype)
@@ -160,7 +161,7 @@ def test_the_base_is_rounded_where_training_rounded_it_alone(precision, rounds, 
             assert_equal(weights(out), merged(base, adapter))
 
 
-@pytest.mark.parametrize("format", ["nvfp4", "int4", "int8"])
+@pytest.mark.parametrize("format", rest_is_long(["nvfp4", "int4", "int8"]))
 def test_a_prepared_base(format, tmp_path):
     """Q(W) + BA, where an adapter that was trained on Q(W) belongs, in 16 bits."""
     base = save_tiny(tmp_path / "base", tied=False, dtype=BF16)
@@ -403,7 +404,7 @@ main(sys.argv[2:])
 """
 
 
-@pytest.mark.parametrize("format", ["none", "nvfp4"])
+@pytest.mark.parametrize("format", rest_is_long(["nvfp4", "none"]))
 def test_a_killed_export_goes_on(format, tmp_path):
     base = save_tiny(tmp_path / "base", dtype=BF16)
     path = save_adapter(base, tmp_path / "adapter")

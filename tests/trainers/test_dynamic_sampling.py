@@ -385,6 +385,7 @@ def unrepeated(call: list[tuple], num_generations: int) -> list[tuple]:
     return [row for group in dict.fromkeys(groups) for row in group]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_ranks(tmp_path, monkeypatch):
     """Both score as many completions in every round, and end with one batch between them."""

@@ -174,6 +174,7 @@ def test_trl_generates_with_the_images_of_further_groups(tmp_path):
         assert torch.equal(pixels, processor.image_processor(images=own, return_tensors="pt")["pixel_values"])
 
 
+@pytest.mark.long
 def test_a_killed_run_resumes_with_the_bits_of_an_unbroken_one(tmp_path):
     """The checkpoint has no pixels: the resumed run reads the images again."""
     given = {"rollout_precision": "int8", "save_strategy": "steps", "save_steps": 1}

@@ -15,6 +15,7 @@ def found(tmp_path_factory):
     return on_demand(tmp_path_factory, {name: (name, cases) for name, cases in LAUNCHES.items()})
 
 
+@pytest.mark.long
 def test_ranks_that_hold_the_policy_whole(found):
     """Both train one policy, sample with its codes, which are those of a checkpoint, and resume bit for bit."""
     left, right = found("ddp", CASE)

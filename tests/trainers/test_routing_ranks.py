@@ -29,6 +29,7 @@ CASES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_routing_travels_with_its_rows(tmp_path, monkeypatch):
     from ranks import on_two_ranks, results

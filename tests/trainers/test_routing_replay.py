@@ -196,7 +196,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", rest_is_long(RUNS, "ppo", "rloo", "distillation", "several updates", "tools"))
 def test_every_loss_has_the_routing_of_its_rows(tmp_path, run):
     """Shuffled, split and used again, of prompts padded on the left; and rows that are packed may move."""
     family = "glm4_moe" if run == "without a load to balance" else "qwen3_moe"

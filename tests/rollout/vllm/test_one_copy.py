@@ -185,6 +185,7 @@ def test_two_copies(tmp_path, why, monkeypatch, caplog):
     assert sampler.check_sync()
 
 
+@pytest.mark.long
 def test_a_second_engine(tmp_path, caplog):
     """Another engine on the same policy has a copy of its own, and neither disturbs the other."""
     model = adapted(tmp_path / "policy", "nvfp4")

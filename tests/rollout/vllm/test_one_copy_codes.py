@@ -110,6 +110,7 @@ def test_what_does_not_fill_tiles_is_held_twice(tmp_path, caplog):
     assert not storages(x.weight_packed for x in layers(model).values()) & storages(parameters_of(sampler).values())
 
 
+@pytest.mark.long
 def test_a_run(tmp_path):
     """GRPO on a shared base, with noise: only the adapter moves, the engine follows it, and a resumed run has both."""
     path = save_tiny(tmp_path / "model", family="qwen2", tied=False, dtype=torch.bfloat16)

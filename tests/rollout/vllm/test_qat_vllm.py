@@ -66,6 +66,7 @@ def test_the_trainers_codes_are_sent(tmp_path, precision):
     assert torch.equal(bits(alone.scale), bits(attention.k_proj.codes().scale)) == (precision == "mxfp4")
 
 
+@pytest.mark.long
 def test_a_run(tmp_path):
     """Policy and engine stay as near as BF16's two, while a policy that is quantized for the engine alone does not."""
     source, settings = save_tiny(tmp_path / "model", "qwen2", dtype=torch.bfloat16), {"max_steps": 3}

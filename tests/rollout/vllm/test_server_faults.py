@@ -324,6 +324,7 @@ def test_a_stopped_server_and_a_resume(tmp_path, server, monkeypatch):
     assert all(abs(log["mismatch/kl_k3"]) < 0.01 for log in metrics(resumed) if "loss" in log)
 
 
+@pytest.mark.long
 def test_a_server_that_started_again_is_not_sampled_from(tmp_path, server, monkeypatch):
     """By the time of the samples it has its checkpoint's weights, by which the self-check knows it."""
     after_the_third_sync(monkeypatch, server.restart)
@@ -360,6 +361,7 @@ def test_a_server_that_a_trainer_of_trl_syncs(tmp_path, server):
         trainer.vllm_generation.vllm_client.generate([[1, 2, 3]])
 
 
+@pytest.mark.long
 def test_a_failed_update_of_norms(tmp_path, server, proxy):
     """The engine does not know which norms the server holds, and an evaluation, without noise, would write none."""
     trainer = trainer_of(tmp_path, proxy, server.model, "bf16")

@@ -61,6 +61,7 @@ def apart(trainer, sequences, sampled) -> tuple[float, float]:
     return mean_difference(sampled, expected), SLACK * mean_difference(jittered, expected) + FLOOR
 
 
+@pytest.mark.long
 def test_an_adapter_follows_and_its_base_is_refused(tmp_path):
     """With `lora_sync="adapter"` A and B alone travel."""
     model = get_peft_model(policy(tmp_path / "model", dtype=torch.float32), lora())
@@ -222,7 +223,7 @@ OTHER = {
 }
 
 
-@pytest.mark.parametrize("change", OTHER)
+@pytest.mark.parametrize("change", rest_is_long(OTHER, "a new bias", "an untied head"))
 def test_another_model_than_vllm_was_started_for(tmp_path, change):
     trainer = trainer_of(tmp_path, policy(tmp_path / "model", dtype=torch.float32))
     sampled_from(trainer)

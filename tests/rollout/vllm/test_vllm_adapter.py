@@ -142,8 +142,8 @@ def test_a_reload_of_the_base_leaves_it(tmp_path, precision):
         {"rank_pattern": {"down_proj": 8, "k_proj": 2}, "alpha_pattern": {"o_proj": 24}},
         {"use_rslora": True, "r": 8},
         {"target_modules": ["q_proj", "down_proj"]},
-        {"target_modules": ["v_proj", "up_proj"], "layers_to_transform": [1]},
-        {"r": 1, "lora_alpha": 4},
+        pytest.param({"target_modules": ["v_proj", "up_proj"], "layers_to_transform": [1]}, marks=pytest.mark.long),
+        pytest.param({"r": 1, "lora_alpha": 4}, marks=pytest.mark.long),
     ],
     ids=["patterns", "rslora", "few", "one layer", "rank 1"],
 )

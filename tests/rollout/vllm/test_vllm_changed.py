@@ -76,8 +76,8 @@ FROZEN = {
     ("precision", "family", "tied", "frozen"),
     [
         ("bf16", "qwen3_moe", False, "layers.1.mlp.experts.down_proj"),
-        ("bf16", "mixtral", False, "layers.0.mlp.gate.weight"),
-        ("bf16", "glm4_moe", False, "layers.0.mlp.down_proj.weight"),
+        pytest.param("bf16", "mixtral", False, "layers.0.mlp.gate.weight", marks=pytest.mark.long),
+        pytest.param("bf16", "glm4_moe", False, "layers.0.mlp.down_proj.weight", marks=pytest.mark.long),
         ("int8", "qwen2", True, "embed_tokens.weight"),
         ("int8", "qwen3", False, "layers.1.post_attention_layernorm.weight"),
     ],

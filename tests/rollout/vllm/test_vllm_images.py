@@ -230,6 +230,7 @@ def test_an_adapter_and_noise(tmp_path, family, lora_sync):
     assert all(len({str(samples[row]) for samples in seen}) == 3 for row in range(2))
 
 
+@pytest.mark.long
 def test_unfinished_completions_go_on_with_their_images(tmp_path):
     """In BF16, new tokens differ from the policy by rounding alone; with other images they would not."""
     path = save_reader(tmp_path / "model", "qwen3_vl")
