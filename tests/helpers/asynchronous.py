@@ -92,6 +92,18 @@ def asynchronous(path, samples=None, kind=QuantAsyncGRPOTrainer, model=None, rew
     return trainer
 
 
+def noted(buffer: queue.Queue) -> list:
+    """The samples that are put on a queue from now on."""
+    found, put = [], buffer.put
+
+    def noting(sample, **given):
+        found.append(sample)
+        put(sample, **given)
+
+    buffer.put = noting
+    return found
+
+
 def policy_gradient(trainer) -> torch.Tensor:
     """The gradient of the next micro-batch's loss, flat."""
     return gradient_of_batch(trainer, next(iter(trainer.get_train_dataloader())))

@@ -17,7 +17,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from asynchronous import asynchronous, gradient_of_batch, logps_of
+from asynchronous import asynchronous, gradient_of_batch, logps_of, noted
 from datasets import Dataset
 from tiny import tiny_tokenizer
 from trl.experimental.async_grpo.async_rollout_worker import _AsyncRolloutLoop
@@ -518,23 +518,27 @@ def test_a_conversation_that_became_too_old_starts_again(tmp_path):
 
 def test_a_run_with_tools_resumes(tmp_path):
     """Without a stand-in: every completion calls the tool, whatever the policy writes."""
-    saving = {"save_strategy": "steps", "save_steps": 2, "rollout_precision": "int8", "learning_rate": 1e-3}
-    settings = {"data": conversations(8), "max_completion_length": 120, "max_tool_calling_iterations": 1}
-    settings |= saving | {"max_staleness": 2, "fork_threshold_tokens": 1, "tools": [note]}
+    settings = {"save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-4}
+    settings |= {"data": conversations(8), "max_tool_calling_iterations": 1, "fork_threshold_tokens": 1}
+    settings |= {"processing_class": calling_tokenizer(), "tools": [note]}
 
     def run(steps, **given):
-        trainer = speaking(tmp_path, processing_class=calling_tokenizer(), max_steps=steps, **settings | given)
+        trainer = speaking(tmp_path, max_steps=steps, **settings | given)
+        trainer.model.generation_config.eos_token_id = [257, *range(100)]  # short turns
+        samples = noted(trainer.sampling_thread.rollout_buffer)
         trainer.train(resume_from_checkpoint=bool(given))
-        return trainer
+        return trainer, samples
 
-    first = run(2)
-    before = copy.deepcopy(first.state.log_history)
-    again = run(3, model=first.model.name_or_path)
+    first, samples = run(2)
+    again, later = run(3, model=first.model.name_or_path)
     entries = [entry for entry in again.state.log_history if "rollouts/age" in entry]
-    assert len(entries) == 3 and len(before) >= 2
+    assert [entry["step"] for entry in entries] == [1, 2, 3]
     assert all(entry["tools/call_frequency"] == 1 and entry["tools/failure_frequency"] == 0 for entry in entries)
-    assert again.sampling_thread.first_row == len(first._trained_groups)
-    assert all(entry["mismatch/kl_k3"] < 1 for entry in entries)
+    assert all(entry["mismatch/kl_k3"] < 1e-3 for entry in entries)
+    assert again.sampling_thread.first_row == len(first._trained_groups) > 0
+    assert later[0].prompt == conversations(8)[again.sampling_thread.first_row]["prompt"] != samples[0].prompt
+    second = [sample for sample in samples if "tool\nok" in first.processing_class.decode(sample.input_ids)]
+    assert len(second) == len(samples) / 2  # TRL's message of a call is not what was drawn
 
 
 # What is refused before a model is loaded

@@ -52,7 +52,7 @@ from ...trl_seams import is_async
 from ..groups import Completion, Group
 
 
-PATIENCE = 0.02  # seconds for which a draw waits for conversations that are between two turns
+BETWEEN_DRAWS = 0.02  # seconds for which a draw waits for conversations that are between two turns
 SHORTLY = 0.001  # seconds between two looks at them
 
 
@@ -242,7 +242,7 @@ class Conversations(_AsyncRolloutLoop):
 
     def run(self, groups: list[Conversing]) -> None:
         """
-        Runs the conversations until each has ended or waits for a turn, but no longer than `PATIENCE`: tools go on
+        Runs the conversations until each has ended or waits for a turn, but no longer than `BETWEEN_DRAWS`: tools go on
         meanwhile. Raises the error of one that has failed.
 
         Args:
@@ -251,7 +251,7 @@ class Conversations(_AsyncRolloutLoop):
         self._loop.run_until_complete(self._run_shortly(groups))
 
     async def _run_shortly(self, groups: list[Conversing]) -> None:
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + BETWEEN_DRAWS
         while True:
             await asyncio.sleep(SHORTLY)
             for task in self._running:
@@ -304,6 +304,8 @@ class Conversations(_AsyncRolloutLoop):
         turns = conversation.turns
         if conversation.group.is_dropped:
             raise Dropped
+        if conversation.is_full:
+            raise ValueError("The tokenizer's `parse_response` has read a call of a tool in a turn without tokens.")
         first = len(turns[0].prompt) if turns else None
         if turns and len(prompt_ids) - first >= self.max_tokens:
             conversation.is_full = True
@@ -356,8 +358,7 @@ class Conversations(_AsyncRolloutLoop):
             returned = await function(**arguments)
         else:
             returned = await self._loop.run_in_executor(self._tool_pool, partial(function, **arguments))
-        seconds, count = self._rates[metric]
-        self._rates[metric][:] = seconds + time.monotonic() - began, count + 1
+        self._push_metrics({metric: (time.monotonic() - began, 1)})
         return returned
 
 
