@@ -534,7 +534,7 @@ def test_a_run_with_tools_resumes(tmp_path):
     entries = [entry for entry in again.state.log_history if "rollouts/age" in entry]
     assert [entry["step"] for entry in entries] == [1, 2, 3]
     assert all(entry["tools/call_frequency"] == 1 and entry["tools/failure_frequency"] == 0 for entry in entries)
-    assert all(entry["mismatch/kl_k3"] < 1e-3 for entry in entries)
+    assert all(entry["mismatch/kl_k3"] < 0.02 for entry in entries)
     assert again.sampling_thread.first_row == len(first._trained_groups) > 0
     assert later[0].prompt == conversations(8)[again.sampling_thread.first_row]["prompt"] != samples[0].prompt
     second = [sample for sample in samples if "tool\nok" in first.processing_class.decode(sample.input_ids)]
