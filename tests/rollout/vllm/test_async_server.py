@@ -110,7 +110,7 @@ def test_turns_from_a_server(tmp_path, server):
     settings |= {"max_completion_length": 200, "max_tool_calling_iterations": 1, "fork_threshold_tokens": 1}
     settings |= {"rewards": spread_of_messages, "learning_rate": 0.0, "sync_check_steps": 0, "max_steps": 2}
     trainer = beside(server, tmp_path, rollout_precision="int8", **settings)
-    trainer.model.generation_config.eos_token_id = [257, *range(80)]  # short turns
+    trainer.model.generation_config.eos_token_id = [257, *range(94, 200)]  # short turns
     samples = noted(trainer.sampling_thread.rollout_buffer)
     trainer.train()
     second = [sample for sample in samples if "tool\nok" in trainer.processing_class.decode(sample.input_ids)]
@@ -127,7 +127,7 @@ def test_turns_from_a_server(tmp_path, server):
         drawn = torch.cat([torch.tensor(row.old_log_probs[row.completion_mask > 0]) for row in rows])
         return (scored - drawn).abs().mean().item()
 
-    assert apart(samples) < 0.1 and apart(second) < 0.1 < 0.3 < apart(cut)
+    assert max(apart(samples), apart(second)) < 0.3 < 0.9 < apart(cut), (apart(samples), apart(second), apart(cut))
 
 
 def wide() -> dict:
