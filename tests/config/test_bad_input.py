@@ -344,6 +344,9 @@ def test_turns_need_a_length():
         without, with_one = (build(**precision, **settings, max_completion_length=length) for length in (None, 8))
         check(model=tiny_model(), args=without)
         for given in ({"tools": [note]}, {"environment_factory": Environment}):
+            texts = {"model": tiny_model(), "args": with_one, **given}
+            refused(lambda texts=texts: check(**texts), "must be conversations")
+            given |= {"train_dataset": prompts([said("user", "1+1=")])}
             check(model=tiny_model(), args=with_one, **given)
             says = f"`{next(iter(given))}` with `max_completion_length`=None: TRL ends the turns of a completion at"
             refused(lambda args=without, given=given: check(model=tiny_model(), args=args, **given), says)

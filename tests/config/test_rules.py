@@ -260,7 +260,7 @@ CASES = {
         Case("under DeepSpeed", ASYNC, INT8, assigned={"deepspeed_plugin": SimpleNamespace(zero_stage=2)}),
         Case("nothing samples", ASYNC, {"use_vllm": False}),
         Case("with `rollout_worker`, which samples instead", ASYNC, INT8, others={"rollout_worker": print}),
-        Case("samples single turns", ASYNC, THREAD, others={"tools": [print]}),
+        Case("`fork_threshold_tokens`=9 acts only with `tools`", ASYNC, THREAD | {"fork_threshold_tokens": 9}),
         Case("caps the logits of its attention", ASYNC, THREAD, model=tiny("gemma2")),
     ],
     "sampler": [

@@ -84,11 +84,24 @@ def asynchronous(path, samples=None, kind=QuantAsyncGRPOTrainer, model=None, rew
         model = save_tiny(tempfile.mkdtemp(dir=path), seed=3)
     args = config(config_class, path, **fields)
     data = dataset() if data is None else data
+    given = {"processing_class": tiny_tokenizer(), "train_dataset": data} | given
     with without_peak_flops():
-        trainer = kind(model, rewards, args, train_dataset=data, processing_class=tiny_tokenizer(), **given)
+        trainer = kind(model, rewards, args, **given)
     if kind is AsyncGRPOTrainer:
         AttentionInterface.register(TREE_ATTENTION, attend_tree)  # TRL's constructor has registered the hub's kernel
     return trainer
+
+
+def noted(buffer: queue.Queue) -> list:
+    """The samples that are put on a queue from now on."""
+    found, put = [], buffer.put
+
+    def noting(sample, **given):
+        found.append(sample)
+        put(sample, **given)
+
+    buffer.put = noting
+    return found
 
 
 def policy_gradient(trainer) -> torch.Tensor:

@@ -50,6 +50,9 @@ FOREIGN = {
         _pending_extra_logs _pending_metrics _step _tag_names _tool_call_loop _tokenize_prompts""",
     "trl/experimental/async_grpo/async_grpo_trainer.py": """_groups_before_resume _rollout_dataset _sync_weight
         _trained_groups""",
+    "trl/experimental/async_grpo/async_rollout_worker.py": """_AsyncRolloutLoop _chain_to_sequences
+        _env_reward_types _env_tools _environment_pool _generate_one _generate_one_turn _loop _multi_environment
+        _push_metrics _standalone_tools _tool_pool""",
     "trl/trainer/distillation_trainer.py": "_get_last_hidden_state",
     "trl/kernels/chunked_logprob.py": "_addmm_fp32 _use_triton",
     "trl/generation/vllm_generation.py": "_init_vllm",

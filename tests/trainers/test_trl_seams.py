@@ -19,6 +19,7 @@ from places import ROOT
 from tiny import tiny_model, tiny_tokenizer
 from training import config, dataset, make
 from trl import DistillationTrainer, GRPOConfig, GRPOTrainer, RLOOTrainer
+from trl.experimental.async_grpo.async_rollout_worker import _AsyncRolloutLoop, _chain_to_sequences
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
@@ -59,6 +60,10 @@ SIGNATURES = [
     (DistillationTrainer._generate_and_score_completions, "inputs"),
     (DistillationTrainer._get_last_hidden_state, HIDDEN),
     (DistillationTrainer._compute_loss, "unwrapped_student inputs num_items_in_batch"),
+    (_AsyncRolloutLoop._generate_one, "prompt tool_dict tools group_id"),
+    (_AsyncRolloutLoop._generate_one_turn, "prompt_ids"),
+    (_AsyncRolloutLoop._push_metrics, "values"),
+    (_chain_to_sequences, "rollout_id fork_threshold"),
     (ChunkedDivergenceFunction.forward, DIVERGENCE),
     (VLLMGeneration.__init__, ENGINE),
     (VLLMGeneration._init_vllm, ""),

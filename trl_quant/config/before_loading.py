@@ -72,7 +72,8 @@ def check_before_loading(
         check_untouched(args, model)
     check_what("model", run)
     if args.spec.sampler is not None:
-        check_tokenization(run.config, model, args, run.processing_class, train_dataset)
+        has_turns = bool(tools) or environments is not None
+        check_tokenization(run.config, model, args, run.processing_class, train_dataset, has_turns)
     if here:
         check_what("start", run)
         if args.spec.sampler is not None and args.spec.sampler.is_vllm:

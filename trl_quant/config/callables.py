@@ -26,6 +26,8 @@ def check_callables(args, given: dict, train_dataset, eval_dataset) -> None:
     if given.get("rollout_func") is not None:
         _check_call("rollout_func", given["rollout_func"], "prompts", "trainer")
     factory = given.get("environment_factory")
+    if given.get("tools") or factory is not None:
+        _check_talks(train_dataset)
     if factory is None:
         return
     if factory == {}:
@@ -39,6 +41,15 @@ def check_callables(args, given: dict, train_dataset, eval_dataset) -> None:
     if isinstance(factory, dict):
         for name, dataset in {"train_dataset": train_dataset, **evaluated(eval_dataset)}.items():
             _check_chosen(name, dataset, factories)
+
+
+def _check_talks(train_dataset) -> None:
+    """Raises `ValueError` for prompts that are plain text, in which the model would not be told of its tools."""
+    if isinstance(train_dataset, Dataset) and isinstance(train_dataset[0].get("prompt"), str):
+        raise ValueError(
+            "`train_dataset` has texts as prompts. With `tools` or an `environment_factory` they must be "
+            "conversations, because the chat template tells the model what it may call."
+        )
 
 
 def _check_tools(tools, takes_async: bool) -> None:

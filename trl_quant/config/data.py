@@ -7,6 +7,7 @@ from datasets import Dataset, IterableDataset
 from torch.nn import Module
 from torch.utils.data import Dataset as TorchDataset
 from transformers import AutoProcessor, PreTrainedConfig, PreTrainedModel
+from trl.chat_template_utils import add_response_schema, supports_tool_calling
 
 from ..reading import reading
 from ..rollout.tokenizer import check_tokenizer
@@ -90,15 +91,17 @@ def read_processing_class(name: str, args):
         return AutoProcessor.from_pretrained(name, trust_remote_code=args.trust_remote_code, **options)
 
 
-def check_tokenization(config, model, args, processing_class, train_dataset) -> None:
+def check_tokenization(config, model, args, processing_class, train_dataset, has_turns: bool = False) -> None:
     """
     Checks the given tokenizer; if none is given and the data has conversations, the one that TRL loads. Tokenizers of
-    runs without conversations are checked when the engine is built.
+    runs without conversations are checked when the engine is built. `has_turns` says whether there are tools or
+    environments.
 
     Raises:
-        `ValueError`: The tokenizer does not fit the model, or has no template for the conversations of the data.
+        `ValueError`: The tokenizer does not fit the model, or has no template for the conversations of the data or for
+            the calls of tools.
     """
-    talks = isinstance(train_dataset, Dataset) and isinstance(train_dataset[0].get("prompt"), list)
+    talks = has_turns or (isinstance(train_dataset, Dataset) and isinstance(train_dataset[0].get("prompt"), list))
     if processing_class is None and talks and isinstance(model, str):
         processing_class = read_processing_class(model, args)
     if processing_class is None:
@@ -111,6 +114,13 @@ def check_tokenization(config, model, args, processing_class, train_dataset) -> 
             "`train_dataset` has conversations, but the tokenizer has no chat template to format them. Set "
             "`tokenizer.chat_template`, or use prompts that are plain text."
         )
+    if has_turns and not supports_tool_calling(processing_class):
+        raise ValueError(
+            "The chat template shows the model no call of a tool, or no result of one: with `tools` or an "
+            "`environment_factory` it must render both. Use a model or a template that does."
+        )
+    if has_turns and all(getattr(tokenizer, name, None) is None for name in ("response_template", "response_schema")):
+        add_response_schema(processing_class)  # as TRL does later; it raises where it does not know the template
 
 
 def check_rewards(args, reward_funcs, train_dataset, eval_dataset=None, more_columns: bool = False) -> None:
@@ -244,7 +254,7 @@ def check_turns(args, tools, environment_factory) -> None:
         raise ValueError(
             f"{given} with `max_completion_length`=None: TRL ends the turns of a completion at that length. Set it."
         )
-    if not args.use_vllm or args.rollout_precision is None:
+    if not args.use_vllm or args.rollout_precision is None or args.is_asynchronous:
         return
     why = (
         "TRL gathers the prompts of every turn from {} and cuts the completions into parts of equal size. If they call "

@@ -270,17 +270,17 @@ class CoroutineThread:
     """
 
     def __init__(self):
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._events: asyncio.AbstractEventLoop | None = None
 
     async def finished_within(self, seconds: float | None, message: Callable[[], str], coroutine: Coroutine) -> Any:
         """
         Runs `coroutine` in this thread and returns its result. After `seconds`, raises `TimeoutError`, also if the
         coroutine refuses to be cancelled or blocks its loop. A blocked loop is abandoned: later coroutines get another.
         """
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, daemon=True, name="coroutines").start()
-        loop = self._loop
+        if self._events is None:
+            self._events = asyncio.new_event_loop()
+            threading.Thread(target=self._events.run_forever, daemon=True, name="coroutines").start()
+        loop = self._events
         future = asyncio.run_coroutine_threadsafe(coroutine, loop)
         if await self._is_done(future, seconds):
             return future.result()
@@ -288,8 +288,8 @@ class CoroutineThread:
         leave_threads_at_exit()
         answer = Future()
         loop.call_soon_threadsafe(answer.set_result, None)
-        if not await self._is_done(answer, REPEAT) and self._loop is loop:
-            self._loop = None
+        if not await self._is_done(answer, REPEAT) and self._events is loop:
+            self._events = None
         raise TimeoutError(message())
 
     async def _is_done(self, future: Future, seconds: float | None) -> bool:

@@ -126,6 +126,10 @@ class UserCalls:
             for kind in self._kinds:
                 self._cover(kind)
             yield
+        self.check()
+
+    def check(self) -> None:
+        """Raises the error of a tool that must end the run, which TRL has passed on to the model."""
         if self._fault is not None:
             raise self._fault
 

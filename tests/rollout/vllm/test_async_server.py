@@ -4,6 +4,7 @@ A quantized vLLM server beside an asynchronous training: what it samples from af
 Weights travel in files, as in test_vllm_server.py.
 """
 
+import copy
 import os
 import signal
 import time
@@ -17,11 +18,12 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 import file_transfer
-from asynchronous import asynchronous
+from asynchronous import asynchronous, logps_of, noted
 from ranks import on_two_ranks, results
 from servers import FILES, PROCESSED, WIDE, files_in_place_of_nccl, serve, wait_for
 from tiny import save_tiny
 from transformers import AutoModelForCausalLM, TrainerCallback
+from turns import calling_tokenizer, conversations, note, spread_of_messages
 from urllib3.util.retry import Retry
 from vllm_engines import fresh, one_by_one, served
 
@@ -76,8 +78,9 @@ def test_live_equals_fresh_after_syncs_under_load(tmp_path, server):
     trainer = beside(server, tmp_path, sync_check_steps=5, **settings)
     (products,) = fresh(trainer.model, "int8", tmp_path / "before").apply_model(kernel_checks.int8_errors)
     trainer.sampling_thread.engine.product_errors = products  # of this CPU; a server cannot be asked for them
-    mixed = mixed_versions(trainer)
+    samples = noted(trainer.sampling_thread.rollout_buffer)
     trainer.train()
+    mixed = [sample for sample in samples if len(set(sample.versions[sample.completion_mask > 0])) > 1]
     history = [entry for entry in trainer.state.log_history if "rollouts/age" in entry]
     assert len(history) == 10 and max(entry["rollouts/age_max"] for entry in history) <= 4
     assert trainer.model_version == 11 and mixed
@@ -101,18 +104,30 @@ def test_live_equals_fresh_where_the_first_of_two_ranks_samples(tmp_path, server
     assert served(client) == one_by_one(fresh(trained, "int8", tmp_path / "fresh", **wide()))
 
 
-def mixed_versions(trainer) -> list:
-    """The completions whose tokens several versions have sampled, as they are put on the queue."""
-    found, buffer = [], trainer.sampling_thread.rollout_buffer
-    put = buffer.put
+def test_turns_from_a_server(tmp_path, server):
+    """Both turns have the log-probabilities of weights that do not move, behind what was said before."""
+    settings = {"tools": [note], "data": conversations(8), "processing_class": calling_tokenizer()}
+    settings |= {"max_completion_length": 200, "max_tool_calling_iterations": 1, "fork_threshold_tokens": 1}
+    settings |= {"rewards": spread_of_messages, "learning_rate": 0.0, "sync_check_steps": 0, "max_steps": 2}
+    trainer = beside(server, tmp_path, rollout_precision="int8", **settings)
+    trainer.model.generation_config.eos_token_id = [257, *range(94, 200)]  # short turns
+    samples = noted(trainer.sampling_thread.rollout_buffer)
+    trainer.train()
+    second = [sample for sample in samples if "tool\nok" in trainer.processing_class.decode(sample.input_ids)]
+    assert len(samples) >= 16 and len(second) == len(samples) / 2
+    cut = copy.deepcopy(second)
+    for sample in cut:  # what was said before the turn is missing
+        own = slice(int(sample.completion_mask.argmax()) - 1, None)
+        sample.input_ids, sample.completion_mask = sample.input_ids[own], sample.completion_mask[own]
+        sample.old_log_probs = sample.old_log_probs[own]
 
-    def noting(sample, **given):
-        if len(set(sample.versions[sample.completion_mask > 0])) > 1:
-            found.append(sample)
-        put(sample, **given)
+    def apart(rows) -> float:
+        with torch.no_grad():
+            scored = torch.cat(logps_of(trainer, rows))
+        drawn = torch.cat([torch.tensor(row.old_log_probs[row.completion_mask > 0]) for row in rows])
+        return (scored - drawn).abs().mean().item()
 
-    buffer.put = noting
-    return found
+    assert max(apart(samples), apart(second)) < 0.3 < 0.9 < apart(cut), (apart(samples), apart(second), apart(cut))
 
 
 def wide() -> dict:

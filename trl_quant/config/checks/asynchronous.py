@@ -7,10 +7,8 @@ from .rule import Rule, acts_only
 
 OF_THE_SERVER = ("vllm_server_base_url", "vllm_server_timeout")
 # Fields of TRL's that reach its worker and its weight transfer
-OF_TRLS_WORKER = (
-    *("request_timeout", "weight_sync_timeout", "max_tool_calling_iterations", "fork_threshold_tokens"),
-    *("log_completions", "num_completions_to_print"),
-)
+OF_TRLS_WORKER = ("request_timeout", "weight_sync_timeout", "log_completions", "num_completions_to_print")
+OF_TURNS = ("max_tool_calling_iterations", "fork_threshold_tokens")
 
 
 def _samples(run: Given) -> bool:
@@ -32,9 +30,9 @@ def _injected(run: Given) -> str:
     return " and ".join(f"`{name}`" for name in given)
 
 
-def _speakers(run: Given) -> str:
-    given = [name for name in ("tools", "environment_factory") if run.others.get(name)]
-    return " and ".join(f"`{name}`" for name in given)
+def _has_turns(run: Given) -> bool:
+    """Whether others speak in a completion too."""
+    return any(run.others.get(name) for name in ("tools", "environment_factory"))
 
 
 RULES = (
@@ -134,11 +132,10 @@ RULES = (
         "Leave one of the two out.",
         needs="arguments",
     ),
-    Rule(
-        ("rollout_precision",),
-        when=lambda run: _samples(run) and _speakers(run),
-        message="`rollout_precision`={args.rollout_precision!r} with {found}: the thread beside the training samples "
-        "single turns. Leave it unset: TRL's worker takes several.",
+    acts_only(
+        OF_TURNS,
+        "`tools` or an `environment_factory`",
+        where=lambda run: not _samples(run) or _has_turns(run),
         needs="arguments",
     ),
     Rule(

@@ -93,7 +93,7 @@ def assigned(args, names: Iterable[str]) -> str:
     return " and ".join(f"`{name}`={getattr(args, name)!r}" for name in found)
 
 
-def acts_only(names: tuple[str, ...], needed: str, where: Callable[[Given], Any]) -> Rule:
+def acts_only(names: tuple[str, ...], needed: str, where: Callable[[Given], Any], needs: str = "fields") -> Rule:
     """
     Returns the rule for fields that would do nothing in some runs.
 
@@ -101,11 +101,13 @@ def acts_only(names: tuple[str, ...], needed: str, where: Callable[[Given], Any]
         names (`tuple[str, ...]`): The fields.
         needed (`str`): What they act with, for the message; a template like a rule's.
         where (`Callable`): Takes a [`~config.given.Given`]. Returns whether the fields act.
+        needs (`str`, *optional*, defaults to `"fields"`): What must be known, one of [`NEEDS`].
     """
     return Rule(
         fields=names,
         when=lambda run: not where(run) and assigned(run.args, names),
         message="{found} acts only with " + needed + ".",
+        needs=needs,
     )
 
 

@@ -19,6 +19,8 @@ A group ends when all its completions have. It is then scored, and each completi
 
 Groups start while what is in flight and in the queue can still be trained on: of more, `max_staleness` would drop the
 rest. A group in flight whose oldest token exceeds `max_staleness` after a sync starts again.
+
+With tools or environments, completions are conversations of several turns ([`~trainers.async_grpo.turns`]).
 """
 
 import asyncio
@@ -37,12 +39,11 @@ from datasets import Dataset
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from ...rollout.base import RolloutEngine
-from ...rollout.engine import Request
 from ...runs.agreement import on_every_rank
-from ...runs.reward_calls import checked_rewards
 from ...runs.user_calls import UserCalls
 from ...trl_seams import is_async
-from ..groups import Completion, Group
+from ..groups import Group
+from .turns import Conversations, Spoken, Turn, lengths_of, rewards_of, rows_of
 
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class AgedSample(RolloutSample):
     A sample of TRL's queue whose tokens know their versions. Its `model_version` is the version of its oldest token.
 
     Parameters:
-        versions (`np.ndarray`): The version of the weights that sampled each token; 0 for the prompt's.
+        versions (`np.ndarray`): The version of the weights that sampled each token; 0 for one that was not sampled.
     """
 
     versions: np.ndarray | None = None
@@ -96,18 +97,21 @@ class SamplingThread:
         dataset: The rows, with a column `prompt`.
         reward_funcs (`list[Callable]`): The reward functions.
         calls ([`~runs.user_calls.UserCalls`]): Guards their calls.
+        speakers: What else speaks in a completion, with guarded calls: `tools` and `environment_factory`, if given.
 
     Attributes:
         engine ([`~rollout.RolloutEngine`] or `None`): What samples, once the models are loaded.
         tokenizer: Its tokenizer, likewise.
+        conversations ([`~trainers.async_grpo.turns.Conversations`] or `None`): The conversations of a run in which
+            others speak as well, on the first rank.
         version (`int`): The version of the weights that the engine holds.
         first_row (`int`): The row of the data that the first group has, after a resume.
         groups (`list[Group]`): The groups in flight, oldest first.
         rollout_buffer, metrics_queue (`queue.Queue`): What TRL reads: samples, and metrics.
     """
 
-    def __init__(self, args, dataset, reward_funcs: list[Callable], calls: UserCalls):
-        self.args, self.dataset, self.calls = args, dataset, calls
+    def __init__(self, args, dataset, reward_funcs: list[Callable], calls: UserCalls, **speakers):
+        self.args, self.dataset, self.calls, self.speakers = args, dataset, calls, speakers
         self.names = [getattr(function, "__name__", type(function).__name__) for function in reward_funcs]
         self.functions = [
             calls.limited(function, f"The reward function {name!r}", partial(self._checked, name))
@@ -115,6 +119,7 @@ class SamplingThread:
         ]
         self.engine: RolloutEngine | None = None
         self.tokenizer = None
+        self.conversations: Conversations | None = None
         self.version = self.first_row = self.started = 0
         self.groups: list[Group] = []
         self.rows: dict[int, dict] = {}  # of the groups in flight
@@ -127,6 +132,18 @@ class SamplingThread:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._beat = math.inf  # when it last drew a token; infinite where nothing is drawn
+
+    def meet(self, engine: RolloutEngine, dataset) -> None:
+        """
+        Takes the engine, and the data that TRL trains on. All ranks must call it. Raises `ValueError` if the chat
+        template is none whose calls of tools can be read.
+        """
+        self.engine, self.tokenizer, self.dataset = engine, engine.tokenizer, dataset
+        speaks = any(self.speakers.values()) and engine.accelerator.is_main_process
+        with on_every_rank():
+            if speaks:
+                given = self.speakers | {"reward_funcs": self.functions}
+                self.conversations = Conversations(self.args, engine, self.metrics_queue, self.calls, **given)
 
     # What TRL calls
 
@@ -153,13 +170,8 @@ class SamplingThread:
             )
 
     def update_model_version(self, model_version: int) -> None:
-        """Takes the version that the engine holds now. Groups that became too old start again."""
+        """Takes the version that the engine holds now."""
         self.version = model_version
-        for group in self.groups:
-            versions = [version for c in group.completions for version in c.versions]
-            if versions and self.version - min(versions) > self.args.max_staleness:
-                self.tell_dropped([len(c.token_ids) for c in group.completions])
-                group.completions[:] = [Completion() for _ in group.completions]
 
     def init_weight_transfer(self) -> None: ...
 
@@ -198,16 +210,21 @@ class SamplingThread:
 
     def _run(self) -> None:
         try:
-            while not self._stopped.is_set():
-                finished = self._sample() if self._samples.wait(IDLE) else []
-                for group in finished:
-                    self._send(group)
-                if not finished:
-                    time.sleep(IDLE if not self.groups else 0.0)
+            with self.calls.watched():
+                while not self._stopped.is_set():
+                    finished = self._sample() if self._samples.wait(IDLE) else []
+                    for group in finished:
+                        self._send(group)
+                    self.calls.check()
+                    if not finished:
+                        time.sleep(IDLE if not self.groups else 0.0)
         except BaseException as error:
             self._error = error
             if not isinstance(error, Exception):
                 raise
+        finally:
+            if self.conversations is not None:
+                self.conversations.close(self.groups)
 
     # Sample
 
@@ -216,13 +233,30 @@ class SamplingThread:
         with self._engine_free:
             if not self._samples.is_set() or self._stopped.is_set():
                 return []
+            self._start_again()
             self._start_groups()
-            asked = [(group, c) for group in self.groups for c in group.completions if not c.has_ended]
+            self._converse()
+            asked = [(group, turn) for group in self.groups for turn in group.completions if not turn.has_ended]
             if asked:
                 self._draw(asked)
+                self._converse()
             finished = [group for group in self.groups if group.has_finished]
             self.groups = [group for group in self.groups if not group.has_finished]
             return finished
+
+    def _converse(self) -> None:
+        if self.conversations is not None:
+            self.conversations.run(self.groups)
+
+    def _start_again(self) -> None:
+        """Starts groups again that are too old for the version that the engine holds now."""
+        for i, group in enumerate(self.groups):
+            versions = [version for turn in group.completions for version in turn.versions]
+            if versions and self.version - min(versions) > self.args.max_staleness:
+                self.tell_dropped(lengths_of(group))
+                if self.conversations is not None:
+                    self.conversations.drop(group)
+                self.groups[i] = self._begun(group.place)
 
     def _start_groups(self) -> None:
         args = self.args
@@ -232,16 +266,26 @@ class SamplingThread:
         while in_flight + size <= max(args.max_inflight_tasks, size) and waiting < args.generation_batch_size:
             if in_flight + waiting >= ahead:
                 return
-            row = self._next_row()
-            completions = [Completion() for _ in range(size)]
-            self.groups.append(Group(self.started, self.started, self.prompt(row), self.version, completions))
-            self.rows[self.started] = row
+            self.rows[self.started] = self._next_row()
+            self.groups.append(self._begun(self.started))
             self.started += 1
             in_flight += size
 
-    def _draw(self, asked: list[tuple[Group, Completion]]) -> None:
-        size, needed = self.args.num_generations, self.args.generation_batch_size
-        groups = len({id(group) for group, _ in asked})
+    def _begun(self, place: int) -> Group:
+        """Returns a group that has just started, of the row that has this place."""
+        row = self.rows[place]
+        if self.conversations is not None:
+            return self.conversations.begun(place, row, self.version)
+        prompt = self.prompt(row)
+        turns = [Turn(prompt=prompt, number=i) for i in range(self.args.num_generations)]
+        return Group(place, place, prompt, self.version, turns)
+
+    def _draw(self, asked: list[tuple[Group, Turn]]) -> None:
+        # What ends as a whole, and how many samples this brings: a group; or a turn, after which others may come
+        has_turns = self.conversations is not None
+        units = [id(turn if has_turns else group) for group, turn in asked]
+        begun, needed = len(set(units)), self.args.generation_batch_size
+        brings = 0 if has_turns else self.args.num_generations
 
         def enough(ended: list[bool]) -> bool:
             self._beat = time.monotonic()
@@ -250,17 +294,16 @@ class SamplingThread:
             waiting = self.rollout_buffer.qsize()
             if waiting >= needed:
                 return False
-            left = len({id(group) for (group, _), has_ended in zip(asked, ended, strict=True) if not has_ended})
-            # The trainer waits for no more than this, or there is room for other groups. What is left is computed again
-            return waiting + (groups - left) * size >= needed or left <= groups // 2
+            left = len({unit for unit, has_ended in zip(units, ended, strict=True) if not has_ended})
+            # The trainer waits for no more than this, or there is room for others. What is left is computed again
+            return waiting + (begun - left) * brings >= needed or left <= begun // 2
 
         self._beat = time.monotonic()
-        requests = [Request(group.prompt, copies=1, sampled=list(c.token_ids)) for group, c in asked]
-        samples = self.engine.draw(requests, enough=enough)
+        samples = self.engine.draw([turn.request() for _, turn in asked], enough=enough)
         self._beat = math.inf
         ended = samples.ended or [True] * len(asked)
-        for (_, completion), ids, logps, has_ended in zip(asked, samples.token_ids, samples.logps, ended, strict=True):
-            completion.add(ids, logps, self.version, has_ended, None)
+        for (_, turn), ids, logps, has_ended in zip(asked, samples.token_ids, samples.logps, ended, strict=True):
+            turn.add(ids, logps, self.version, has_ended, None)
 
     def _next_row(self) -> dict:
         if self._rows is None:
@@ -286,42 +329,56 @@ class SamplingThread:
     # Score
 
     def _checked(self, name: str, returned, arguments: dict) -> list[float | None]:
-        try:
-            return checked_rewards(returned, arguments["prompts"], arguments["completions"])
-        except ValueError as error:
-            raise ValueError(self.calls.at(f"The reward function {name!r}", str(error))) from error
+        called = f"The reward function {name!r}"
+        return rewards_of(self.calls, called, returned, arguments["prompts"], arguments["completions"])
+
+    def _spoken(self, group: Group, row: dict) -> list[Spoken]:
+        """Returns the completions of a group that has finished."""
+        if self.conversations is not None:
+            return group.spoken
+        self._tell_lengths(group)
+        texts = self.tokenizer.batch_decode([turn.token_ids for turn in group.completions], skip_special_tokens=True)
+        is_text = isinstance(row["prompt"], str)
+        completions = texts if is_text else [[{"role": "assistant", "content": text}] for text in texts]
+        turns = group.completions
+        return [Spoken(row["prompt"], said, [turn]) for said, turn in zip(completions, turns, strict=True)]
 
     def _send(self, group: Group) -> None:
         """Scores a group and puts its samples on the queue, once there is room."""
         row = self.rows.pop(group.place)
-        ids = [c.token_ids for c in group.completions]
-        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        is_text = isinstance(row["prompt"], str)
-        completions = texts if is_text else [[{"role": "assistant", "content": text}] for text in texts]
-        columns = {name: [value] * len(ids) for name, value in row.items() if name not in NOT_FOR_REWARDS}
-        given = {"prompts": [row["prompt"]] * len(ids), "completions": completions, "completion_ids": ids, **columns}
+        spoken = self._spoken(group, row)
+        given = {name: [value] * len(spoken) for name, value in row.items() if name not in NOT_FOR_REWARDS}
+        given |= {"prompts": [one.prompt for one in spoken], "completions": [one.completion for one in spoken]}
+        given["completion_ids"] = [one.token_ids for one in spoken]
         found = [asyncio.run(call(**given)) if is_async(call) else call(**given) for call in self.functions]
+        kinds = [] if self.conversations is None else self.conversations.kinds
+        found += [[one.own.get(kind) for one in spoken] for kind in kinds]
+        names = [*self.names, *(kind.__name__ for kind in kinds)]
         rewards = np.array([[np.nan if one is None else one for one in scores] for scores in found], dtype=float)
         summed, advantages = advantages_of(rewards, self.args.standardizes)
         spread = float(np.nanstd(summed)) if np.isfinite(summed).any() else math.nan
-        self._tell_lengths(group)
-        for i, completion in enumerate(group.completions):
-            of_each = {f"rewards/{name}": float(scores[i]) for name, scores in zip(self.names, rewards, strict=True)}
-            before = [0] * len(group.prompt)
-            sample = AgedSample(
-                prompt=row["prompt"],
-                completion=completions[i],
-                input_ids=np.asarray(group.prompt + completion.token_ids, dtype=np.int64),
-                completion_mask=np.asarray(before + [1] * len(completion.token_ids), dtype=np.int64),
-                old_log_probs=np.asarray([*before, *completion.logps], dtype=np.float32),
-                advantage=float(advantages[i]),
-                model_version=min(completion.versions),
-                group_id=group.place,
-                metrics={"reward": float(summed[i]), "reward_std": spread, **of_each},
-                enqueued_at=time.time(),
-                versions=np.asarray(before + completion.versions, dtype=np.int64),
-            )
-            self._put(sample)
+        has_calls = any(one.calls for one in spoken)
+        for i, one in enumerate(spoken):
+            metrics = {"reward": float(summed[i]), "reward_std": spread}
+            metrics |= {f"rewards/{name}": float(scores[i]) for name, scores in zip(names, rewards, strict=True)}
+            if has_calls:
+                metrics["tools/call_frequency"] = float(one.calls)
+                metrics["tools/failure_frequency"] = one.failures / max(one.calls, 1)
+            for joined, versions in rows_of(one.turns, self.args.fork_threshold_tokens):
+                sample = AgedSample(
+                    prompt=one.prompt,
+                    completion=one.completion,
+                    input_ids=np.asarray(joined.input_ids, dtype=np.int64),
+                    completion_mask=np.asarray(joined.completion_mask, dtype=np.int64),
+                    old_log_probs=np.asarray(joined.old_log_probs, dtype=np.float32),
+                    advantage=float(advantages[i]),
+                    model_version=min(version for turn in one.turns for version in turn.versions),
+                    group_id=group.place,
+                    metrics=dict(metrics),
+                    enqueued_at=time.time(),
+                    versions=np.asarray(versions, dtype=np.int64),
+                )
+                self._put(sample)
 
     def _put(self, sample: AgedSample) -> None:
         while not self._stopped.is_set():

@@ -107,14 +107,17 @@ class QuantAsyncGRPOTrainer(QuantPrecision, TRLsArguments):
     # Built: TRL gets the thread as its worker, and the thread its engine once the policy is loaded
 
     def guarded_functions(self, given: dict) -> dict:
-        return {}  # TRL sends them to a process of its own, and pickles them
+        if self.spec.sampler is None:
+            return {}  # TRL sends them to a process of its own, and pickles them
+        return super().guarded_functions(given)
 
-    def sampler_for(self, args, train_dataset, reward_funcs, **others) -> dict:
+    def sampler_for(self, args, train_dataset, reward_funcs, tools, environment_factory, **others) -> dict:
         """Returns the arguments with which TRL's trainer samples from our engine; none if it does not."""
         if self.spec.sampler is None:
             return {}
-        rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
-        self.sampling_thread = SamplingThread(args, train_dataset, rewards, self.user_calls)
+        rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs] * (reward_funcs is not None)
+        speakers = {"tools": tools, "environment_factory": environment_factory}
+        self.sampling_thread = SamplingThread(args, train_dataset, rewards, self.user_calls, **speakers)
         return {"rollout_worker": self.sampling_thread, "weight_transfer": self.sampling_thread}
 
     def loading(self, args, **fields) -> AbstractContextManager:
@@ -136,9 +139,8 @@ class QuantAsyncGRPOTrainer(QuantPrecision, TRLsArguments):
             settings["trust_remote_code"] = args.trust_remote_code
         leave_casts_to_autocast(self.model)
         tell_noise(self.model, args)
-        thread = self.sampling_thread
         self._engine = build_engine(self.spec.sampler, self.model, self.accelerator, self.processing_class, **settings)
-        thread.engine, thread.tokenizer = self._engine, self._engine.tokenizer
+        self.sampling_thread.meet(self._engine, self.train_dataset)
 
     # Sync: a version of the weights
 
