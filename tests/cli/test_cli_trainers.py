@@ -192,6 +192,9 @@ def test_a_plan_of_a_run_that_samples_while_it_trains(argv, capsys):
     told = capsys.readouterr().out
     assert "Steps: 6, from 8 prompts. An update has 12 completions, with at most" in told
     assert "Memory: not estimated for a trainer that samples while it trains" in told and "loaded in float32" in told
+    assert argv[-2] == "--rollout_precision"
+    with pytest.raises(SystemExit, match="TRL's worker takes only functions of a module"):
+        main(["train", *argv[:-2], *ASYNC, "--overlong_punishment", "0.5", "--dry_run"])
 
 
 @pytest.mark.parametrize(

@@ -87,13 +87,17 @@ def test_live_equals_fresh_after_syncs_under_load(tmp_path, server):
     assert served(client) == one_by_one(fresh(trainer.model, "int8", tmp_path / "fresh", **wide()))
 
 
-def test_live_equals_fresh_where_the_first_of_two_ranks_samples(tmp_path, server, monkeypatch):
-    """All ranks take part in a sync, and the first one's thread asks the server meanwhile."""
+@pytest.mark.parametrize("launch", ["ddp", "fsdp2"])
+def test_live_equals_fresh_where_the_first_of_two_ranks_samples(tmp_path, server, monkeypatch, launch):
+    """
+    All ranks take part in a sync, and the first one's thread asks the server meanwhile. Under FSDP2 they gather the
+    weights tensor by tensor, and the first one sends them.
+    """
     monkeypatch.setenv("SERVER", server.url)
     monkeypatch.setenv("FILE_TRANSFER", f"{server.model}.pt")
     (tmp_path / "model").symlink_to(server.model)
     case = "async-server-full"
-    left, right = results(tmp_path, case, on_two_ranks("ddp", tmp_path, case))
+    left, right = results(tmp_path, case, on_two_ranks(launch, tmp_path, case))
     assert (left["samples"], right["samples"]) == (True, False) and left["weights"] == right["weights"]
     assert left["weights"] != left["start"] and len(left["log"]) == 4
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / case / "trained", dtype="auto")
