@@ -164,13 +164,13 @@ def number_of_steps(args: QuantFields, prompts: int) -> int:
         return args.max_steps
     if args.is_asynchronous:  # an epoch is so many trained groups
         groups = math.ceil(args.num_train_epochs * prompts)
-        return math.ceil(groups * args.num_generations / samples_of_update(args))
+        return math.ceil(groups * args.num_generations / _samples_of_update(args))
     generations = prompts // (args.generation_batch_size // args.num_generations)  # an incomplete batch is dropped
     micro_batches = generations * args.steps_per_generation * args.num_iterations
     return math.ceil(args.num_train_epochs * max(math.ceil(micro_batches / args.gradient_accumulation_steps), 1))
 
 
-def samples_of_update(args) -> int:
+def _samples_of_update(args) -> int:
     """Returns the number of completions that an optimizer step trains on."""
     return args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
 
@@ -179,7 +179,7 @@ def _samples_of(args) -> str:
     """Says how many completions are sampled together, or, where nothing is, how many are trained on together."""
     if args.is_asynchronous:
         by_length = "" if args.token_budget == 0 else ", or as many as fill rows of `token_budget` tokens"
-        return f"An update has {samples_of_update(args)} completions{by_length}"
+        return f"An update has {_samples_of_update(args)} completions{by_length}"
     prompts = args.generation_batch_size // args.num_generations
     return f"A generation has {args.generation_batch_size} completions of {prompts} prompts"
 

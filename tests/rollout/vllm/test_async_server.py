@@ -100,6 +100,7 @@ def test_live_equals_fresh_where_the_first_of_two_ranks_samples(tmp_path, server
     left, right = results(tmp_path, case, on_two_ranks(launch, tmp_path, case))
     assert (left["samples"], right["samples"]) == (True, False) and left["weights"] == right["weights"]
     assert left["weights"] != left["start"] and len(left["log"]) == 4
+    assert left["sharded"] == right["sharded"] == (launch == "fsdp2")
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / case / "trained", dtype="auto")
     client = beside(server, tmp_path, rollout_precision="int8", sync_check_steps=0).sampling_thread.engine.vllm_client
     assert served(client) == one_by_one(fresh(trained, "int8", tmp_path / "fresh", **wide()))
