@@ -11,7 +11,7 @@ OF_TRLS_WORKER = (
     *("request_timeout", "weight_sync_timeout", "max_tool_calling_iterations", "fork_threshold_tokens"),
     *("log_completions", "num_completions_to_print"),
 )
-SET_BY_TRL = ("attn_implementation", "device_map")  # arguments of `from_pretrained`
+LOADED_BY_TRL = ("attn_implementation", "device_map")  # arguments of `from_pretrained`
 
 
 def _samples(run: Given) -> bool:
@@ -41,7 +41,7 @@ def _speakers(run: Given) -> str:
 def _loaded_otherwise(run: Given) -> str:
     """Names the `model_init_kwargs` that TRL's trainer sets itself."""
     given = run.args.model_init_kwargs or {}
-    return " and ".join(f"`{name}`={given[name]!r}" for name in SET_BY_TRL if given.get(name) is not None)
+    return " and ".join(f"`{name}`={given[name]!r}" for name in LOADED_BY_TRL if given.get(name) is not None)
 
 
 RULES = (
