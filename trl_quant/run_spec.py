@@ -16,6 +16,7 @@ The defaults that follow from other fields have their home here: those of `rollo
 |---|---|---|
 | a quantized copy of the policy in transformers | `"embedded"` | `TransformersEngine` |
 | the policy's own layers, if they already compute in that precision | `"shared"` | `SharedEngine` |
+| the policy's frozen base, with an adapter as it was at a sync | `"beside"` | `FrozenBaseEngine` |
 | vLLM in the trainer's process | `"colocate"` | `VLLMEngine` |
 | vLLM behind a server | `"server"` | `VLLMServerEngine` |
 | for masked diffusion: a quantized copy of the policy | `"diffusion"` | `DiffusionEngine` |
@@ -35,6 +36,7 @@ from .precisions import frozen_bases, qat_precisions, unified_flows
 ENGINES = {
     "embedded": "TransformersEngine",
     "shared": "SharedEngine",
+    "beside": "FrozenBaseEngine",
     "colocate": "VLLMEngine",
     "server": "VLLMServerEngine",
     "diffusion": "DiffusionEngine",
@@ -54,6 +56,7 @@ _OF_DENOISING = (*_SCHEDULE, "wide_head", "shows_progress")
 _OPTIONS = {
     "embedded": _OF_GENERATE,
     "shared": _OF_GENERATE,
+    "beside": _OF_GENERATE,
     "colocate": (*_EVERY_ENGINE, "sync_check_steps", "engine_kwargs", *_IN_PROCESS),
     "server": (*_EVERY_ENGINE, "sync_check_steps", "request_timeout", "main_samples"),
     "diffusion": (*_EVERY_ENGINE, *_OF_DENOISING),
@@ -138,6 +141,7 @@ class EngineSpec:
             config.rollout_precision,
             config.train_precision,
             is_apart=config.fsdp_version is not None or config.is_asynchronous,
+            freezes_base=config.is_asynchronous and Training.from_config(config).freezes_base,
             denoises=config.denoises,
         )
         schedule = {}
@@ -185,7 +189,12 @@ INDEPENDENT = {"lora_sync": EngineSpec.lora_sync, "vllm_sleep_level": DISCARDS, 
 
 
 def engine_kind(
-    mode: str, precision: str, train_precision: str | None, is_apart: bool = False, denoises: bool = False
+    mode: str,
+    precision: str,
+    train_precision: str | None,
+    is_apart: bool = False,
+    freezes_base: bool = False,
+    denoises: bool = False,
 ) -> str:
     """
     Returns the kind of engine that samples in `precision`, a key of [`ENGINES`].
@@ -196,10 +205,13 @@ def engine_kind(
         train_precision (`str` or `None`): The `train_precision`.
         is_apart (`bool`, *optional*, defaults to `False`):
             Whether the policy's own layers cannot sample: FSDP shards them, or they train meanwhile.
+        freezes_base (`bool`, *optional*, defaults to `False`):
+            Whether these are a base that does not train meanwhile, which then samples with an adapter of its own.
         denoises (`bool`, *optional*, defaults to `False`): Whether the policy is a masked diffusion model.
     """
-    is_shared = mode == "embedded" and precision == train_precision and not is_apart
-    kind = "shared" if is_shared else mode
+    kind = mode
+    if mode == "embedded" and precision == train_precision and (freezes_base or not is_apart):
+        kind = "beside" if is_apart else "shared"
     return _DENOISING[kind] if denoises else kind
 
 

@@ -5,13 +5,22 @@ import re
 import runpy
 
 import pytest
+import torch
 from masked_policy import policy, tokenizer
 from places import ROOT
 from tiny import save_tiny
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
+from trl import ModelConfig
 
 import trl_quant.cli.train as train
-from trl_quant import DiffusionGRPOConfig, QuantDistillationConfig, QuantGRPOConfig, QuantPPOConfig, QuantRLOOConfig
+from trl_quant import (
+    DiffusionGRPOConfig,
+    QuantAsyncGRPOConfig,
+    QuantDistillationConfig,
+    QuantGRPOConfig,
+    QuantPPOConfig,
+    QuantRLOOConfig,
+)
 from trl_quant.cli import main
 from trl_quant.cli.options import chosen_trainer, trl_configs
 from trl_quant.report.runs import read_run
@@ -51,14 +60,20 @@ def argv(models, tmp_path) -> list[str]:
     return [str(part) for name, value in options.items() for part in (f"--{name}", value)]
 
 
+CONFIGS = [(name, trainer.config_class) for name, trainer in TRAINERS.items()]
+
+
 def test_every_trainer_has_its_options():
-    configs = {name: trainer.config_class for name, trainer in TRAINERS.items()}
+    """TRL warns of the package of its asynchronous trainer, which is imported for those alone who ask for it."""
+    configs = dict(CONFIGS)
+    assert [name for name, trainer in TRAINERS.data.items() if isinstance(trainer, str)] == ["async_grpo"]
     assert configs == {
         "grpo": QuantGRPOConfig,
         "ppo": QuantPPOConfig,
         "rloo": QuantRLOOConfig,
         "distillation": QuantDistillationConfig,
         "diffusion": DiffusionGRPOConfig,
+        "async_grpo": QuantAsyncGRPOConfig,
     }
     assert {name: classes[-1][1] for name, classes in trl_configs().items()} == {
         name: config.trl_config.__name__ for name, config in configs.items()
@@ -144,6 +159,44 @@ def test_diffusion_trains(argv, tmp_path, capsys):
     assert "by denoising" in capsys.readouterr().out
 
 
+ASYNC = ["--trainer", "async_grpo", "--num_generations", "4", "--reward_funcs", "messages.spread"]
+THREAD = [*ASYNC, "--use_vllm", "false"]
+
+
+def test_async_grpo_trains_and_resumes(argv, tmp_path, capsys):
+    """The `dtype` is the config's, from a file too; `ModelConfig` has none beside it. The policy is saved in it."""
+    clashes = {name: config.__dataclass_fields__.keys() & ModelConfig.__dataclass_fields__ for name, config in CONFIGS}
+    assert clashes == {name: {"dtype"} if name == "async_grpo" else set() for name, _ in CONFIGS}
+    (tmp_path / "recipe.yaml").write_text("trainer: async_grpo\ndtype: bfloat16\nmax_staleness: 2\n")
+    words = [*argv, *THREAD[2:], "--config", str(tmp_path / "recipe.yaml"), "--save_steps", "1"]
+    script, args, model = train.parse_args(words)
+    assert isinstance(args, QuantAsyncGRPOConfig) and (args.dtype, args.max_staleness) == ("bfloat16", 2)
+    given = train.launch.model_arguments(args, model)["args"].model_init_kwargs
+    assert given == {"revision": "main", "dtype": "bfloat16"} and script.trainer == "async_grpo"
+    for dtype in ("float16", "float32"):
+        _, args, model = train.parse_args([*words, "--dtype", dtype])
+        assert train.launch.model_arguments(args, model)["args"].model_init_kwargs["dtype"] == dtype
+    main(["train", *words])
+    assert "Sampling: INT4, embedded" in capsys.readouterr().out
+    main(["train", *words, "--max_steps", "3", "--resume_from_checkpoint", "true"])
+    assert AutoConfig.from_pretrained(tmp_path / "run").dtype == torch.bfloat16
+    history = [entry for entry in read_run(tmp_path / "run").history if "reward" in entry]
+    assert [entry["step"] for entry in history] == [1, 2, 3]
+    assert all(entry["mismatch/kl_k3"] > 1e-6 and entry["rollouts/age_max"] <= 2 for entry in history)
+
+
+def test_a_plan_of_a_run_that_samples_while_it_trains(argv, capsys):
+    """An epoch is all prompts' groups; what no table has is said, not guessed."""
+    epochs = ["--max_steps", "-1", "--num_train_epochs", "2", "--gradient_accumulation_steps", "3"]
+    main(["train", *argv, *THREAD, *epochs, "--dry_run"])
+    told = capsys.readouterr().out
+    assert "Steps: 6, from 8 prompts. An update has 12 completions, with at most" in told
+    assert "Memory: not estimated for a trainer that samples while it trains" in told and "loaded in float32" in told
+    assert argv[-2] == "--rollout_precision"
+    with pytest.raises(SystemExit, match="TRL's worker takes only functions of a module"):
+        main(["train", *argv[:-2], *ASYNC, "--overlong_punishment", "0.5", "--dry_run"])
+
+
 @pytest.mark.parametrize(
     ("words", "name"),
     [
@@ -182,8 +235,13 @@ REWARDED = ["--trainer", "distillation", "--teacher_model_name_or_path", "{teach
         ),
         (
             ["--config", "{recipe}"],
-            "`trainer`='sft' is unknown. Allowed: 'grpo', 'ppo', 'rloo', 'distillation', 'diffusion'.",
+            "`trainer`='sft' is unknown. Allowed: 'grpo', 'ppo', 'rloo', 'distillation', 'diffusion', 'async_grpo'.",
         ),
+        ([*THREAD, "--attn_implementation", "sdpa"], "`attn_implementation`='sdpa': TRL's asynchronous trainer loads"),
+        ([*THREAD, "--eval_strategy", "steps"], "`eval_strategy`='steps': TRL's asynchronous trainer does not"),
+        ([*THREAD, "--pack_sequences", "true"], "`pack_sequences`=True: TRL's asynchronous trainer packs"),
+        ([*THREAD, "--dry_run", "--dtype", "int8"], "invalid choice: 'int8'"),
+        ([*THREAD, "--dry_run", "--vllm_mode", "server"], "unknown arguments: --vllm_mode server"),
     ],
     ids=str,
 )

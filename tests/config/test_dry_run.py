@@ -76,6 +76,8 @@ def hub(monkeypatch):
 def places_of_names(trainer: str) -> list[str]:
     """The fields, and the arguments of TRL's trainer, in which a string names a model."""
     trainer_class = TRAINERS[trainer]
+    if trainer == "async_grpo":  # without reward models, and without vLLM in its process
+        return ["model"]
     named = [f.name for f in fields(trainer_class.config_class) if f.name.endswith("model_name_or_path")]
     base = next(kind for kind in trainer_class.__mro__ if kind.__module__.startswith("trl."))
     given = inspect.signature(base.__init__).parameters
@@ -91,7 +93,7 @@ def test_a_mistyped_name_is_found_on_the_disk(trainer, model_dir, hub, tmp_path,
     monkeypatch.setitem(RULES, "machine", ())
     Path("runs/model").mkdir(parents=True)
     places = places_of_names(trainer)
-    assert len(places) >= 2
+    assert len(places) >= 2 or trainer == "async_grpo"
     for place in places:
         settings, given = {}, {"model": model_dir, "processing_class": tiny_tokenizer()}
         if trainer == "distillation":

@@ -245,7 +245,9 @@ CASES = {
         ),
     ],
     "asynchronous": [
-        Case("freezes a base in codes", ASYNC, {"use_vllm": False, "train_precision": "nvfp4"}),
+        Case("trainer does not evaluate", ASYNC, THREAD | {"eval_strategy": "steps"}),
+        Case("`device_map`='cpu': TRL's", ASYNC, THREAD | {"model_init_kwargs": {"device_map": "cpu"}}),
+        Case("which erases small changes", ASYNC, {"train_precision": "nvfp4"}),
         Case("packs its samples by itself", ASYNC, THREAD | {"pack_sequences": True}),
         Case("do not carry their routing yet", ASYNC, THREAD | {"router_replay": True}),
         Case("no generations to carry completions between", ASYNC, THREAD | {"rollouts_in_flight": 2.0}),

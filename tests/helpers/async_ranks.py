@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 from ppo_ranks import sums_of, whole
+from torch.distributed.tensor import DTensor
 
 
 SETTINGS = {"max_grad_norm": 0.0, "adam_epsilon": 1.0, "learning_rate": 0.1, "max_staleness": 4}
@@ -99,6 +100,7 @@ def train(case: str, path: Path) -> dict:
     trainer = trained(case, path, ranks=2)
     thread = trainer.sampling_thread
     found = {"weights": sums_of(whole(trainer.model)), "log": log(trainer), "start": trainer.begun}
+    found["sharded"] = any(isinstance(param, DTensor) for param in trainer.model.parameters())
     if thread is not None:
         found["samples"] = thread.started > 0
     if "server" in case:

@@ -12,6 +12,7 @@ from training import config, lora, make
 
 from trl_quant import (
     DiffusionGRPOConfig,
+    QuantAsyncGRPOConfig,
     QuantDistillationConfig,
     QuantGRPOConfig,
     QuantGRPOTrainer,
@@ -99,6 +100,21 @@ def test_a_sharded_policy_has_a_copy_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     assert EngineSpec.from_config(args).kind == "embedded"
     assert engine_kind("colocate", "int8", "int8", is_apart=True) == "colocate"
+
+
+def test_beside_its_training_only_a_frozen_base_samples(tmp_path):
+    """With an adapter of its own; codes of weights that train are copied, and so is a base for another precision."""
+    for training, sampled, kind in (
+        ("nvfp4", "nvfp4", "beside"),
+        ("nvfp4", "int8", "embedded"),
+        ("int8", "int8", "embedded"),
+    ):
+        settings = {"train_precision": training, "rollout_precision": sampled, "use_vllm": False}
+        assert EngineSpec.from_config(config(QuantAsyncGRPOConfig, tmp_path, **settings)).kind == kind
+        assert engine_kind("server", sampled, training, is_apart=True, freezes_base=True) == "server"
+    args = config(QuantAsyncGRPOConfig, tmp_path, train_precision="nvfp4", use_vllm=False)
+    args.resolve_for(adapted=False)
+    assert args.spec.sampler.kind == "embedded"
 
 
 def test_only_a_frozen_base_in_the_engines_precision_is_left_where_it_is():

@@ -7,8 +7,8 @@ import pytest
 import reference
 import torch
 from asynchronous import asynchronous, given_samples, gradient_of_batch, logps_of, policy_gradient
-from tiny import tiny_model
-from training import assert_same_run, generation, gradient_of, parameters, trainer_for
+from tiny import save_tiny, tiny_model
+from training import assert_same_run, generation, gradient_of, lora, parameters, trainer_for
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 
 from trl_quant.corrections import CORRECTIONS
@@ -140,6 +140,29 @@ def test_at_age_0_it_is_the_synchronous_trainers(tmp_path, name):
     trainer.model_version = 1
     found = policy_gradient(trainer)
     assert (found - expected).norm() < 1e-4 * expected.norm()
+
+
+@pytest.mark.parametrize("precision", ["nvfp4", "mxfp4"])
+def test_a_frozen_base_trains_as_in_the_synchronous_trainer(tmp_path, precision):
+    """The gradients of the adapter, on the same codes; on a base in 32 bits they are others."""
+    model = save_tiny(tmp_path / "model", seed=3)
+    given = {"peft_config": lora(), "train_precision": precision, "is_correction": "tis", "use_vllm": False}
+    of_loss = {"loss_type": "bnpo", "scale_rewards": "none"}
+    synchronous = trainer_for(tmp_path, model=model, **given, **of_loss)
+    batch = generation(synchronous)
+    expected = gradient_of(synchronous._compute_loss(synchronous.model, batch), synchronous.model)
+    found = {}
+    for training in (precision, None):
+        settings = given | {"train_precision": training, "rollout_precision": precision}
+        trainer = asynchronous(tmp_path, model=model, **settings)
+        adapter = synchronous.model.named_parameters()
+        trainer.model.load_state_dict({name: p for name, p in adapter if p.requires_grad}, strict=False)
+        for sample in as_samples(batch):
+            trainer.rollout_queue.put(sample)
+        trainer.model_version = 1
+        found[training] = policy_gradient(trainer)
+    assert (found[precision] - expected).norm() < 1e-4 * expected.norm()
+    assert (found[None] - expected).norm() > 1e-2 * expected.norm()
 
 
 def as_samples(batch) -> list:

@@ -232,6 +232,21 @@ def test_a_policy_that_trains_in_the_samplers_numbers(tmp_path, precision):
     assert max(apart[precision]) < 5e-3 < 1e-2 < min(apart[None])
 
 
+def test_a_frozen_base_is_shared_and_its_adapter_is_not(tmp_path):
+    """Right after a sync only last bits differ. An update later the adapter has moved on."""
+    given = {"train_precision": "nvfp4", "rollout_precision": "nvfp4", "learning_rate": 1e-2, "max_steps": 4}
+    trainer = asynchronous(tmp_path, max_staleness=0, weight_sync_steps=2, peft_config=lora(), **given)
+    engine = trainer.sampling_thread.engine
+    policy, copied = (dict(model.named_parameters()) for model in (engine.weights.base_model, engine.copy))
+    own = {name for name, param in policy.items() if copied[name] is not param}
+    trained = {name for name, param in policy.items() if param.requires_grad}
+    assert own == trained and any("weight_packed" in name for name in policy.keys() - own)
+    trainer.train()
+    apart = logged(trainer, "mismatch/abs_logp_diff")
+    assert max(apart[0], apart[2]) < 1e-5 and min(apart[1], apart[3]) > 1e-2
+    assert all(torch.equal(policy[name], copied[name]) for name in trained)  # the last sync follows the last step
+
+
 def test_noise_is_drawn_for_each_version(tmp_path):
     noise = {"noise_schedule": "linear", "noise_sigma_start": 0.05, "noise_sigma_end": 0.01, "noise_stages": 3}
     trainer = asynchronous(tmp_path, rollout_precision="bf16", max_steps=6, uaq_scale=1.5, max_staleness=0, **noise)
@@ -258,6 +273,7 @@ def test_a_run_resumes_behind_what_it_has_trained_on(tmp_path, caplog):
     first = asynchronous(tmp_path / "run", model=None, **saving) if (tmp_path / "run").mkdir() is None else None
     first.train()
     trained = set(first._trained_groups)
+    assert len(trained) >= 4
     again = asynchronous(tmp_path / "run", model=first.model.name_or_path, **saving | {"max_steps": 6})
     with caplog.at_level(logging.WARNING):
         again.train(resume_from_checkpoint=True)

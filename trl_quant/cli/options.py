@@ -224,6 +224,7 @@ def train_options(trainer: str) -> dict[str, dict[str, Option]]:
         for title, (package, classes) in _host_classes(trainer).items()
     }
     model, trl, transformers = hosts.values()
+    model = {name: option for name, option in model.items() if name not in trl}  # of two `dtype`, the config's acts
     inherited = {name: trl.pop(name, option) for name, option in transformers.items()}
     for title, group in zip(hosts, (model, trl, inherited), strict=True):
         ours[title] = {name: option for name, option in group.items() if name not in seen}

@@ -12,7 +12,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from inspect import get_annotations
 
 import torch
@@ -32,13 +32,21 @@ OF_ADAPTER = (*(f.name for f in fields(ModelConfig) if f.name.startswith("lora_"
 OF_BASE = ("load_in_8bit", "load_in_4bit")
 
 
+@dataclass
+class WithoutDtype(ModelConfig):
+    """TRL's `ModelConfig` beside a trainer's config that has a `dtype` too: that one is the option, and acts."""
+
+    dtype: str | None = field(default=None, init=False)
+
+
 class Parser(TrlParser):
     """TRL's parser of a trainer's options. It also refuses unknown options in a config file, and names them."""
 
     def __init__(self, trainer: str):
         self.trainer, self.added, self.misnamed = trainer, [], []
         config = launch.TRAINERS[trainer].config_class
-        super().__init__((TrainArguments, config, ModelConfig), prog=PROG, usage=USAGE)
+        model = WithoutDtype if "dtype" in config.__dataclass_fields__ else ModelConfig
+        super().__init__((TrainArguments, config, model), prog=PROG, usage=USAGE)
 
     def add_argument(self, *names, **options):
         self.added.append(super().add_argument(*names, **options))

@@ -18,6 +18,7 @@ MULTIPLIES = "(in low precision on a GPU)"
 PLACES = {
     "embedded": f"embedded {NUMERICS}",
     "shared": f"embedded, from the policy's own layers {NUMERICS}",
+    "beside": f"embedded, around the policy's own base {NUMERICS}",
     "colocate": "vLLM in the training process",
     "server": "vLLM server",
     "diffusion": f"embedded, by denoising {NUMERICS}",

@@ -120,8 +120,7 @@ def make_plan(
         f"Model: {model}, {shape.parameters / 1e9:.2f} billion parameters{active}{adapted}, loaded in {dtype}".replace(
             "torch.", ""
         ),
-        f"Steps: {total}, from {len(train_dataset)} prompts. A generation has {args.generation_batch_size} completions "
-        f"of {args.generation_batch_size // args.num_generations} prompts, with at most {prompt} + "
+        f"Steps: {total}, from {len(train_dataset)} prompts. {_samples_of(args)}, with at most {prompt} + "
         f"{'any number of' if args.max_completion_length is None else args.max_completion_length} tokens "
         f"({lengths.source} were measured)",
     ]
@@ -131,6 +130,8 @@ def make_plan(
         lines.append("Memory: not estimated where FSDP or DeepSpeed shards the weights")
     elif not shape.is_counted:
         lines.append("Memory: not estimated for a model with other layers than `nn.Linear` and experts that are known")
+    elif args.is_asynchronous:
+        lines.append("Memory: not estimated for a trainer that samples while it trains")
     elif args.max_completion_length is None:
         lines.append("Memory: not estimated without a `max_completion_length`")
     elif given["quantization_config"] is not None or args.train_precision in bitsandbytes_bases():
@@ -155,12 +156,32 @@ def make_plan(
 
 
 def number_of_steps(args: QuantFields, prompts: int) -> int:
-    """Returns the number of optimizer steps of a run over so many prompts."""
+    """
+    Returns the number of optimizer steps of a run over so many prompts. For a trainer that samples while it trains that
+    is the number if no sample is dropped.
+    """
     if args.max_steps > 0:
         return args.max_steps
+    if args.is_asynchronous:  # an epoch is so many trained groups
+        groups = math.ceil(args.num_train_epochs * prompts)
+        return math.ceil(groups * args.num_generations / _samples_of_update(args))
     generations = prompts // (args.generation_batch_size // args.num_generations)  # an incomplete batch is dropped
     micro_batches = generations * args.steps_per_generation * args.num_iterations
     return math.ceil(args.num_train_epochs * max(math.ceil(micro_batches / args.gradient_accumulation_steps), 1))
+
+
+def _samples_of_update(args) -> int:
+    """Returns the number of completions that an optimizer step trains on."""
+    return args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
+
+
+def _samples_of(args) -> str:
+    """Says how many completions are sampled together, or, where nothing is, how many are trained on together."""
+    if args.is_asynchronous:
+        by_length = "" if args.token_budget == 0 else ", or as many as fill rows of `token_budget` tokens"
+        return f"An update has {_samples_of_update(args)} completions{by_length}"
+    prompts = args.generation_batch_size // args.num_generations
+    return f"A generation has {args.generation_batch_size} completions of {prompts} prompts"
 
 
 def _dtype(given, config) -> torch.dtype:

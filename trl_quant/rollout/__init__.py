@@ -15,6 +15,7 @@ from .engine import Engine
 # public name -> the module that defines it
 _PUBLIC = {
     "DiffusionEngine": ".embedded.diffusion",
+    "FrozenBaseEngine": ".embedded.shared_base",
     "RolloutEngine": ".base",
     "RolloutNoise": ".engine",
     "SharedDiffusionEngine": ".embedded.diffusion",

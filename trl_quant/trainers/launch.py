@@ -1,5 +1,7 @@
 """The training run behind `trl-quant train`: options become rewards, datasets, a trainer and a saved model."""
 
+import importlib
+from collections import UserDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,14 +29,25 @@ from .ppo import QuantPPOTrainer
 from .rloo import QuantRLOOTrainer
 
 
+class _Trainers(UserDict):
+    """Maps a name to a trainer. One that is given by the name of its class is imported when it is looked up."""
+
+    def __getitem__(self, name: str) -> type:
+        found = super().__getitem__(name)
+        return getattr(importlib.import_module(__package__.partition(".")[0]), found) if type(found) is str else found
+
+
 # The values of `--trainer`
-TRAINERS = {
-    "grpo": QuantGRPOTrainer,
-    "ppo": QuantPPOTrainer,
-    "rloo": QuantRLOOTrainer,
-    "distillation": QuantDistillationTrainer,
-    "diffusion": DiffusionGRPOTrainer,
-}
+TRAINERS = _Trainers(
+    {
+        "grpo": QuantGRPOTrainer,
+        "ppo": QuantPPOTrainer,
+        "rloo": QuantRLOOTrainer,
+        "distillation": QuantDistillationTrainer,
+        "diffusion": DiffusionGRPOTrainer,
+        "async_grpo": "QuantAsyncGRPOTrainer",  # TRL warns of the package that it is in
+    }
+)
 DEFAULT_DATASET = "openai/gsm8k"
 # Options that say where the prompts come from
 DATA_OPTIONS = ("dataset_name", "dataset_config", "dataset_train_split", "eval_dataset_name", "dataset_test_split")
@@ -51,7 +64,8 @@ class TrainArguments:
         metadata={
             "help": "The method. It decides which of TRL's options there are, and their defaults: `--trainer rloo "
             "--help` lists those of RLOO. 'distillation' needs a `teacher_model_name_or_path`, and has no rewards; "
-            "'ppo' trains a critic beside the policy; 'diffusion' is GRPO for masked diffusion models."
+            "'ppo' trains a critic beside the policy; 'diffusion' is GRPO for masked diffusion models; 'async_grpo' is "
+            "GRPO that samples while it trains."
         },
     )
     dataset_name: str | None = field(
@@ -147,6 +161,11 @@ def trainer_arguments(
             f"`eval_dataset_name`={script_args.eval_dataset_name!r} acts only with an `eval_strategy`, such as "
             "'steps', and that is 'no'. Set both, or neither."
         )
+    if script_args.overlong_punishment and training_args.is_asynchronous and training_args.spec.sampler is None:
+        raise ValueError(
+            f"`overlong_punishment`={script_args.overlong_punishment!r} is a function that TRL makes, and TRL's worker "
+            "takes only functions of a module to its process. Set a `rollout_precision`, or leave it out."
+        )
     told = list(script_args.defaults_told)
     if training_args.eval_strategy != "no" and _evaluates_what_it_trains_on(script_args):
         told.append("No `eval_dataset_name`: the run is evaluated on the prompts that it trains on.")
@@ -168,9 +187,11 @@ def model_arguments(training_args: QuantFields, model_args: ModelConfig) -> dict
     options = {
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,
-        "dtype": model_args.dtype,
+        "dtype": getattr(training_args, "dtype", model_args.dtype),  # a trainer's config may have one of its own
         **(training_args.model_init_kwargs or {}),
     }
+    if training_args.is_asynchronous:  # TRL's trainer sets an attention itself, and takes none
+        options = {name: value for name, value in options.items() if value is not None}
     return {
         "model": model_args.model_name_or_path,
         "args": training_args.having(model_init_kwargs=options),

@@ -43,7 +43,7 @@ def server(tmp_path_factory):
     """For all tests, in their order: the last one kills it."""
     model = save_tiny(tmp_path_factory.mktemp("beside") / "model", dtype=torch.bfloat16)
     prepared = str(quantize_checkpoint(model, f"{model}-int8", "int8"))
-    process, url = serve(prepared, *PROCESSED, *FILES, *WIDE, file=f"{model}.pt")
+    process, url = serve(prepared, *PROCESSED, *FILES, *WIDE[:2], file=f"{model}.pt")
     try:
         wait_for(process, url)
         yield SimpleNamespace(model=model, url=url, send=lambda number: os.killpg(process.pid, number))
@@ -87,21 +87,26 @@ def test_live_equals_fresh_after_syncs_under_load(tmp_path, server):
     checked = [entry for entry in trainer.state.log_history if "sync_check/bound" in entry]
     assert checked and all(entry["sync_check/logp_difference"] < entry["sync_check/bound"] for entry in checked)
     client = trainer.sampling_thread.engine.vllm_client
-    assert served(client) == one_by_one(fresh(trainer.model, "int8", tmp_path / "fresh", **wide()))
+    assert served(client) == one_by_one(fresh(trainer.model, "int8", tmp_path / "fresh", load_format="trl_quant"))
 
 
-def test_live_equals_fresh_where_the_first_of_two_ranks_samples(tmp_path, server, monkeypatch):
-    """All ranks take part in a sync, and the first one's thread asks the server meanwhile."""
+@pytest.mark.parametrize("launch", ["ddp", "fsdp2"])
+def test_live_equals_fresh_where_the_first_of_two_ranks_samples(tmp_path, server, monkeypatch, launch):
+    """
+    All ranks take part in a sync, and the first one's thread asks the server meanwhile. Under FSDP2 they gather the
+    weights tensor by tensor, and the first one sends them.
+    """
     monkeypatch.setenv("SERVER", server.url)
     monkeypatch.setenv("FILE_TRANSFER", f"{server.model}.pt")
     (tmp_path / "model").symlink_to(server.model)
     case = "async-server-full"
-    left, right = results(tmp_path, case, on_two_ranks("ddp", tmp_path, case))
+    left, right = results(tmp_path, case, on_two_ranks(launch, tmp_path, case))
     assert (left["samples"], right["samples"]) == (True, False) and left["weights"] == right["weights"]
     assert left["weights"] != left["start"] and len(left["log"]) == 4
+    assert left["sharded"] == right["sharded"] == (launch == "fsdp2")
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / case / "trained", dtype="auto")
     client = beside(server, tmp_path, rollout_precision="int8", sync_check_steps=0).sampling_thread.engine.vllm_client
-    assert served(client) == one_by_one(fresh(trained, "int8", tmp_path / "fresh", **wide()))
+    assert served(client) == one_by_one(fresh(trained, "int8", tmp_path / "fresh", load_format="trl_quant"))
 
 
 def test_turns_from_a_server(tmp_path, server):
@@ -128,10 +133,6 @@ def test_turns_from_a_server(tmp_path, server):
         return (scored - drawn).abs().mean().item()
 
     assert max(apart(samples), apart(second)) < 0.3 < 0.9 < apart(cut), (apart(samples), apart(second), apart(cut))
-
-
-def wide() -> dict:
-    return {"load_format": "trl_quant", "model_loader_extra_config": {"wide_norms": True}}
 
 
 class After(TrainerCallback):

@@ -198,6 +198,7 @@ def test_server_samples_from_the_policy(tmp_path, model, servers, monkeypatch, p
     wide |= {"kv_cache_dtype": "fp8"} if FP8_CACHE else {}
     last = fresh(trainer.model, precision, tmp_path / "fresh", **(wide if precision == "int8" else {}))
     assert " ".join(WIDE[:3]) in serve_command("model", precision, wide_norms=True)
+    assert (" ".join(WIDE[:2]) in serve_command("model", precision)) == (precision == "int8")
     assert served(trainer.vllm_generation.vllm_client) == one_by_one(last)
 
 

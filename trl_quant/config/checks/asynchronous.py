@@ -9,6 +9,7 @@ OF_THE_SERVER = ("vllm_server_base_url", "vllm_server_timeout")
 # Fields of TRL's that reach its worker and its weight transfer
 OF_TRLS_WORKER = ("request_timeout", "weight_sync_timeout", "log_completions", "num_completions_to_print")
 OF_TURNS = ("max_tool_calling_iterations", "fork_threshold_tokens")
+LOADED_BY_TRL = ("attn_implementation", "device_map")  # arguments of `from_pretrained`
 
 
 def _samples(run: Given) -> bool:
@@ -35,12 +36,37 @@ def _has_turns(run: Given) -> bool:
     return any(run.others.get(name) for name in ("tools", "environment_factory"))
 
 
+def _loaded_otherwise(run: Given) -> str:
+    """Names the `model_init_kwargs` that TRL's trainer sets itself."""
+    given = run.args.model_init_kwargs or {}
+    return " and ".join(f"`{name}`={given[name]!r}" for name in LOADED_BY_TRL if given.get(name) is not None)
+
+
 RULES = (
     Rule(
+        ("eval_strategy",),
+        when=lambda run: run.args.is_asynchronous and run.args.eval_strategy != "no",
+        message="`eval_strategy`={args.eval_strategy.value!r}: TRL's asynchronous trainer does not evaluate. Leave it "
+        "unset, and evaluate checkpoints with `trl-quant eval`.",
+    ),
+    Rule(
+        ("model_init_kwargs",),
+        when=lambda run: run.args.is_asynchronous and _loaded_otherwise(run),
+        message="{found}: TRL's asynchronous trainer loads the policy with an attention of its own, and leaves its "
+        "place to accelerate. Leave it out.",
+        needs="arguments",
+    ),
+    Rule(
         ("train_precision",),
-        when=lambda run: run.args.is_asynchronous and run.spec.training.freezes_base,
-        message="`train_precision`={args.train_precision!r} freezes a base in codes, from which a copy beside the "
-        "training would be quantized again. Leave it unset, or train all weights.",
+        when=lambda run: (
+            run.args.is_asynchronous
+            and run.spec.training.freezes_base
+            and run.spec.samples_as_trained
+            and run.spec.source == "server"
+        ),
+        message="`train_precision`={args.train_precision!r} freezes a base in codes, and a server takes merged "
+        "weights: each sync would round the sum of base and adapter to codes again, which erases small changes. Set "
+        "`use_vllm=False`, or another `rollout_precision`.",
         needs="arguments",
     ),
     Rule(

@@ -1,4 +1,4 @@
-"""The embedded engine for a policy that already computes in the engine's precision: both share one set of weights."""
+"""The embedded engines for a policy that already computes in the engine's precision: both share one set of weights."""
 
 import logging
 from collections.abc import Collection
@@ -30,12 +30,16 @@ class SharedEngine(TransformersEngine):
     The copy has its own modules, in evaluation mode, around the policy's tensors: linear layers, adapters, embeddings
     and the head. Only the norms that get noise are held twice, and a sync copies nothing but them and the settings of
     adapters. The remaining mismatch comes from sums in another order.
+
+    Attributes:
+        shares_adapters (`bool`): Whether the copy computes with the policy's own adapters.
     """
+
+    shares_adapters = True
 
     def build_copy(self, policy: PreTrainedModel) -> PreTrainedModel:
         """Builds the model that samples, around the policy's own tensors."""
-        params = dict(policy.named_parameters())
-        own = set(noised_norms(self.weights.model_type, params)) if self.wide_norms else set()
+        params, own = dict(policy.named_parameters()), self.own_parameters(policy)
         shared = [tensor for name, tensor in params.items() if name not in own]
         policy_modules = set(policy.modules())
         linears = [policy.get_submodule(place) for place in places_of_modules(sampled_linears(policy))]
@@ -56,16 +60,21 @@ class SharedEngine(TransformersEngine):
         )
         return model.eval()
 
+    def own_parameters(self, policy: PreTrainedModel) -> set[str]:
+        """Returns the names of the policy's parameters that the copy does not share: the norms that get noise."""
+        return set(noised_norms(self.weights.model_type, dict(policy.named_parameters()))) if self.wide_norms else set()
+
     @torch.no_grad()
     def sync(self) -> None:
-        """Copies the clean norms and the settings of adapters. Everything else is shared with the policy."""
+        """Copies the copy's own parameters and the settings of adapters. The rest is shared with the policy."""
         policy = self.weights.base_model
         self.weights.forget_quantized_weights()
-        if fixed_context(policy) != self._copied_context or not self._shares_with(policy):
+        is_copied = (fixed_context(policy), self.own_parameters(policy)) == (self._copied_context, self._own_params)
+        if not is_copied or not self._shares_with(policy):
             self.copy = self.build_copy(policy)
         for name, module in policy.named_modules():
             if isinstance(module, ADAPTED):
-                follow_adapters(self.copy.get_submodule(name), module)
+                follow_adapters(self.copy.get_submodule(name), module, self.shares_adapters)
         for name in self._own_params:
             self.copy.get_parameter(name).copy_(policy.get_parameter(name))
         self.forget_noise()
@@ -95,13 +104,33 @@ class SharedEngine(TransformersEngine):
         return True
 
 
-def follow_adapters(copy: nn.Module, layer: BaseTunerLayer | AuxiliaryTrainingWrapper) -> None:
+class FrozenBaseEngine(SharedEngine):
     """
-    Gives a layer of the copy the adapters of the policy's layer, with their settings. Dropout is the copy's own, in
-    evaluation mode. A module that is trained whole (`modules_to_save`) has settings alone: its parameters are shared.
+    [`SharedEngine`] for a policy that trains while the engine samples: both share the codes of the policy's frozen
+    base, and a sync copies what trains, such as the adapter:
+
+        policy = Q(W) + B A        copy = Q(W) + B' A', with A' and B' those of the last sync
+    """
+
+    shares_adapters = False
+
+    def own_parameters(self, policy: PreTrainedModel) -> set[str]:
+        """Returns the names of the parameters that train or get noise, which the copy has as they were at a sync."""
+        trained = {name for name, param in policy.named_parameters() if param.requires_grad}
+        return super().own_parameters(policy) | trained
+
+
+def follow_adapters(
+    copy: nn.Module, layer: BaseTunerLayer | AuxiliaryTrainingWrapper, shares_adapters: bool = True
+) -> None:
+    """
+    Gives a layer of the copy the settings of the policy's layer and, if it shares them, its adapters. Dropout is the
+    copy's own, in evaluation mode. A module that is trained whole (`modules_to_save`) has settings alone: its
+    parameters are shared, or the copy's own.
     """
     if isinstance(layer, BaseTunerLayer):
-        for name in filter(partial(hasattr, layer), (*layer.adapter_layer_names, *layer.other_param_names)):
+        layers = layer.adapter_layer_names if shares_adapters else ()
+        for name in filter(partial(hasattr, layer), (*layers, *layer.other_param_names)):
             value = getattr(layer, name)
             if name.endswith("_dropout") and isinstance(value, nn.ModuleDict):
                 own = getattr(copy, name)

@@ -173,7 +173,8 @@ def serve_command(
         f"""--weight-transfer-config '{{"backend": "{BACKEND}"}}' --host {host}{port}"""
         + (" --trust-remote-code" if trust_remote_code else "")
         + (f" {images_flag()}".rstrip() if reads_images else "")
-        + (""" --load-format trl_quant --model-loader-extra-config '{"wide_norms": true}'""" if wide_norms else "")
+        + (" --load-format trl_quant" if wide_norms or is_prepared else "")  # what is prepared is mended for reloads
+        + (""" --model-loader-extra-config '{"wide_norms": true}'""" if wide_norms else "")
     )
     return "\n".join(lines)
 

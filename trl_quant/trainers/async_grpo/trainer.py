@@ -16,7 +16,7 @@ from ...policy.adapters import leave_casts_to_autocast
 from ...policy.trees import TREES
 from ...rollout import RolloutEngine, RolloutNoise, build_engine
 from ...rollout.settings import SAMPLING
-from ...trl_seams import without_peak_flops
+from ...trl_seams import arguments_seen, without_peak_flops
 from ..checks import config_for, tell_noise
 from ..introduction import PACKAGE_TAG
 from ..precision import QuantPrecision
@@ -31,15 +31,19 @@ logger = logging.getLogger(__name__)
 class TRLsArguments(AsyncGRPOTrainer):
     """TRL's trainer, called as its other trainers are, with the sampler of ours if there is one."""
 
-    def __init__(self, *, eval_dataset=None, quantization_config=None, **given):
-        super().__init__(**given | self.sampler_for(**given))
+    def __init__(self, *, args, eval_dataset=None, quantization_config=None, **given):
+        init = args.model_init_kwargs
+        if quantization_config is not None:
+            init = (init or {}) | {"quantization_config": quantization_config}
+        with arguments_seen(args, model_init_kwargs=init):
+            super().__init__(args=args, **given | self.sampler_for(args=args, **given))
 
 
 class QuantAsyncGRPOTrainer(QuantPrecision, TRLsArguments):
     """
     TRL's [`~trl.experimental.async_grpo.AsyncGRPOTrainer`] with quantized rollouts and a correction for them. It takes
-    the arguments of `AsyncGRPOTrainer`. With [`QuantAsyncGRPOConfig`]'s defaults or a plain `AsyncGRPOConfig` it is
-    `AsyncGRPOTrainer`, with torch's attention in the place of the hub's kernel.
+    the arguments of `AsyncGRPOTrainer`, and `quantization_config`. With [`QuantAsyncGRPOConfig`]'s defaults or a plain
+    `AsyncGRPOConfig` it is `AsyncGRPOTrainer`, with torch's attention in the place of the hub's kernel.
 
     ```python
     >>> trainer = QuantAsyncGRPOTrainer(
@@ -79,6 +83,7 @@ class QuantAsyncGRPOTrainer(QuantPrecision, TRLsArguments):
         environment_factory=None,
         rollout_worker=None,
         weight_transfer=None,
+        quantization_config=None,
     ):
         if not isinstance(model, str):
             raise ValueError(
@@ -102,6 +107,7 @@ class QuantAsyncGRPOTrainer(QuantPrecision, TRLsArguments):
             environment_factory=environment_factory,
             rollout_worker=rollout_worker,
             weight_transfer=weight_transfer,
+            quantization_config=quantization_config,
         )
 
     # Built: TRL gets the thread as its worker, and the thread its engine once the policy is loaded
