@@ -18,7 +18,7 @@ from ..storage.layout import check_files
 from ..storage.manifest import check_read
 from ..storage.named import check_named
 from ..storage.source import skeleton
-from .callables import check_callables
+from .callables import check_callables, check_conversations
 from .checks import check_what
 from .data import (
     check_data,
@@ -71,8 +71,10 @@ def check_before_loading(
     if isinstance(model, Module):
         check_untouched(args, model)
     check_what("model", run)
+    has_turns = bool(tools) or environments is not None
+    if has_turns:
+        check_conversations(train_dataset)
     if args.spec.sampler is not None:
-        has_turns = bool(tools) or environments is not None
         check_tokenization(run.config, model, args, run.processing_class, train_dataset, has_turns)
     if here:
         check_what("start", run)

@@ -26,8 +26,6 @@ def check_callables(args, given: dict, train_dataset, eval_dataset) -> None:
     if given.get("rollout_func") is not None:
         _check_call("rollout_func", given["rollout_func"], "prompts", "trainer")
     factory = given.get("environment_factory")
-    if given.get("tools") or factory is not None:
-        _check_talks(train_dataset)
     if factory is None:
         return
     if factory == {}:
@@ -43,7 +41,7 @@ def check_callables(args, given: dict, train_dataset, eval_dataset) -> None:
             _check_chosen(name, dataset, factories)
 
 
-def _check_talks(train_dataset) -> None:
+def check_conversations(train_dataset) -> None:
     """Raises `ValueError` for prompts that are plain text, in which the model would not be told of its tools."""
     if isinstance(train_dataset, Dataset) and isinstance(train_dataset[0].get("prompt"), str):
         raise ValueError(

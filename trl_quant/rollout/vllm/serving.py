@@ -171,10 +171,10 @@ def serve_command(
         f"VLLM_SERVER_DEV_MODE=1 {serve} {model}{quantization} --dtype bfloat16 --logprobs-mode processed_logprobs "
         "--max-logprobs -1 --worker-extension-cls trl_quant.rollout.vllm_server_worker.WorkerExtension "
         f"""--weight-transfer-config '{{"backend": "{BACKEND}"}}' --host {host}{port}"""
-        + (" --trust-remote-code" if trust_remote_code else "")
-        + (f" {images_flag()}".rstrip() if reads_images else "")
         + (" --load-format trl_quant" if wide_norms or is_prepared else "")  # what is prepared is mended for reloads
         + (""" --model-loader-extra-config '{"wide_norms": true}'""" if wide_norms else "")
+        + (" --trust-remote-code" if trust_remote_code else "")
+        + (f" {images_flag()}".rstrip() if reads_images else "")
     )
     return "\n".join(lines)
 
