@@ -182,6 +182,7 @@ def built(tmp_path) -> Path:
     return tmp_path / "study"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("asked", "reward"),
     rest_is_long(
@@ -200,6 +201,7 @@ def test_each_problem_has_its_reward(tmp_path, monkeypatch, asked, reward):
     assert 1 < run.values("completions/max_length")[0] <= cell.max_completion_length
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "trainer", rest_is_long(["grpo", "rloo", "ppo", "distillation", "diffusion"], "grpo", "diffusion")
 )

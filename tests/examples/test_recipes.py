@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.launch import launch_command_parser
+from long_tests import rest_is_long
 from papers import AIS
 from places import ROOT
 from tiny import tiny_model, tiny_tokenizer
@@ -221,7 +222,7 @@ def arithmetic(tmp_path_factory) -> Path:
     return path
 
 
-@every_recipe
+@pytest.mark.parametrize("name", rest_is_long(PAPER, "qerl", "ais"))
 def test_the_command_for_a_laptop_runs(name, arithmetic, tmp_path, monkeypatch):
     """Two steps of it, on the tiny model; what the laptop need not change is as in the paper."""
     (words,) = [words for words in commands(name, "python") if "examples/laptop.yaml" in words]

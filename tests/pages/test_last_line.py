@@ -7,6 +7,7 @@ import sys
 from importlib.metadata import version
 
 import pytest
+from long_tests import rest_is_long
 from places import HELPERS, TESTS
 
 
@@ -15,7 +16,7 @@ printf 'NVIDIA H100\\nNVIDIA H100\\nNVIDIA H200\\n'
 """
 
 
-@pytest.mark.parametrize("options", [[], ["-n", "2"]], ids=["one-process", "two-processes"])
+@pytest.mark.parametrize("options", rest_is_long([["-n", "2"], []]), ids=["two-processes", "one-process"])
 def test_last_line_has_versions_and_cards_once(tmp_path, options):
     (tmp_path / "test_nothing.py").write_text("def test_nothing(): pass\n")
     tool = tmp_path / "nvidia-smi"

@@ -191,6 +191,7 @@ def test_what_is_imported_is_declared():
     assert undeclared(made_up) == ["a.py imports mdurl", "cli/b.py imports mdurl"]
 
 
+@pytest.mark.long
 def test_installed_package_imports_away_from_the_checkout(environment, tmp_path):
     code = (
         "import trl_quant\n"

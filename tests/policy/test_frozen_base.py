@@ -151,7 +151,7 @@ def test_policy_and_sampler_are_the_same(path, tmp_path, options):
         assert min(entry["mismatch/kl_k3"] for entry in metrics(merged) if "loss" in entry) > 1e-4
 
 
-@pytest.mark.parametrize("precision", frozen_bases())
+@pytest.mark.parametrize("precision", rest_is_long(frozen_bases()))
 @pytest.mark.parametrize("adapter", rest_is_long([{"lora_dropout": 0.2}, {"target_modules": ["q_proj", "v_proj"]}]))
 def test_layers_without_a_fused_adapter_under_activation_checkpoints(path, tmp_path, precision, adapter):
     """Bare layers, and those whose adapter has dropout, train as without checkpoints, bit for bit."""

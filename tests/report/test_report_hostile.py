@@ -418,6 +418,7 @@ def test_a_full_disk_names_the_file_that_was_asked_for(tmp_path, monkeypatch):
     assert error.value.filename == str(target) and not os.listdir(tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["full", "closed"])
 def test_output_that_cannot_be_printed(tmp_path, kind):
     run = write_jsonl(tmp_path / "run", entries(6))

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from distilling import distil
 from drawing import generated
 from embedded import PROMPTS, engine, reference
+from long_tests import rest_is_long
 from peft import LoraConfig, get_peft_model
 from ppo_runs import ppo
 from tiny import MIXTURES, tiny_model
@@ -108,7 +109,7 @@ def synced(model, precision, **kwargs):
 
 
 @pytest.mark.parametrize("sizes", [{}, ODD], ids=["even", "odd"])
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family", rest_is_long(MIXTURES, "qwen2_moe", "glm4_moe"))
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_experts_compute_as_loops_over_tokens_and_experts_do(precision, family, sizes):
     policy = mixture(family, **sizes)

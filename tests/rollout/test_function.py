@@ -98,7 +98,7 @@ def checks(monkeypatch) -> list[dict]:
 @pytest.mark.parametrize(
     "settings",
     [
-        *({"rollout_precision": name} for name in PRECISIONS if PRECISIONS[name].format),
+        *rest_is_long([{"rollout_precision": name} for name in PRECISIONS if PRECISIONS[name].format]),
         {"bf16": True},
         {"gradient_checkpointing": True},
         {"rollout_precision": "int8", "train_precision": "int8"},

@@ -5,6 +5,7 @@ import torch
 from changes import (
     move,
 )
+from long_tests import rest_is_long
 from stale import OWN, adapted, both_engines, policy_of, sampled_from, trainer_of
 from tiny import tiny_model
 from training import assert_same_run
@@ -45,7 +46,7 @@ def test_a_first_trainer_whose_model_was_unified_since(tmp_path):
         first.evaluate(first.train_dataset)
 
 
-@pytest.mark.parametrize("data", [False, True], ids=["counted", "data"])
+@pytest.mark.parametrize("data", rest_is_long([True, False]), ids=["data", "counted"])
 @both_engines
 def test_two_trainers_in_turn(tmp_path, settings, data):
     """Each samples what the other one trained, and what was edited between them."""

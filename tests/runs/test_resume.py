@@ -29,7 +29,10 @@ from trl_quant.storage.run_checkpoints import last_complete_checkpoint, read_rol
         {},
         pytest.param({"uaq_scale": 1.5}, marks=pytest.mark.long),
         pytest.param({"peft": True}, marks=pytest.mark.long),
-        {"peft": True, "train_precision": "nvfp4", "rollout_precision": None, "dynamic_sampling_rounds": 1},
+        pytest.param(
+            {"peft": True, "train_precision": "nvfp4", "rollout_precision": None, "dynamic_sampling_rounds": 1},
+            marks=pytest.mark.long,
+        ),
         {"train_precision": "fp8_block", "rollout_precision": None},
         pytest.param({"peft": True, "train_precision": "int8", "rollout_precision": None}, marks=pytest.mark.long),
         pytest.param({"train_precision": "nvfp4", "rollout_precision": None}, marks=pytest.mark.isa),

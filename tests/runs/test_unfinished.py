@@ -52,7 +52,7 @@ def warned(caplog) -> bool:
     return "lies inside a generation that this run cannot continue" in caplog.text
 
 
-@pytest.mark.parametrize("damage", ["gone", "cut"])
+@pytest.mark.parametrize("damage", rest_is_long(["cut", "gone"]))
 def test_a_generation_that_is_lost(tmp_path, caplog, damage):
     """The run samples anew where the checkpoint ends, for as many updates as always, and says so."""
     options = {"num_iterations": 3, "prompts": 16, **INSIDE}
@@ -74,7 +74,7 @@ def test_a_generation_that_is_lost(tmp_path, caplog, damage):
     ("changed", "generates"),
     [
         ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}, [3, 6]),
-        ({"num_iterations": 2}, [3, 5]),
+        pytest.param({"num_iterations": 2}, [3, 5], marks=pytest.mark.long),
         ({"beta": 0.1, "peft": True}, [3, 6]),  # its batches need a column that the samples do not have
         ({"is_correction": "trm", "resume_with_changes": True}, [3, 6]),
     ],

@@ -224,6 +224,7 @@ def test_a_function_that_hangs(tmp_path, run):
         assert_guarded(found, ends_run, TimeoutError, "did not return within `reward_timeout`=0.4 seconds")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("act", rest_is_long([waits, blocks_the_loop]))
 def test_an_asynchronous_function_that_hangs(tmp_path, act):
     for kind, name, (given, ends_run, may_wait) in cases("grpo"):

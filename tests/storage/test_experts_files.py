@@ -10,6 +10,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
 from embedded import engine
+from long_tests import rest_is_long
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny import MIXTURES, tiny_model, tiny_tokenizer
@@ -91,7 +92,7 @@ def multiplied(copy, place: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("format", STORED)
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family", rest_is_long(MIXTURES, "qwen2_moe", "glm4_moe"))
 def test_each_stored_expert_is_what_the_embedded_engine_multiplies_with(family, format, tmp_path):
     model = mixture(family)
     path = prepared(tmp_path, model, format)

@@ -207,7 +207,7 @@ def test_trls_own_sampler_can_be_corrected_too(tmp_path, monkeypatch, kind):
     assert all(same) and any(not torch.equal(value, ends[None][name]) for name, value in ends["tis"].items())
 
 
-@others
+@pytest.mark.parametrize("kind", rest_is_long(["RLOO", "distillation"]))
 def test_noise_checkpoints_and_a_resume(tmp_path, kind):
     """A resumed run is the unbroken one."""
     correction, key, changes = {
@@ -264,7 +264,8 @@ def test_what_it_says_of_itself(tmp_path, capsys, kind):
     assert ("correction tis, cap 2" if kind == "RLOO" else "no correction") in lines[3]
 
 
-@pytest.mark.parametrize("kind", rest_is_long(["RLOO", "distillation"]))
+@pytest.mark.long
+@others
 def test_the_example_trains(tmp_path, monkeypatch, kind):
     """A few steps of what a user runs, on the repository's model, which is right on a third; a student comes nearer."""
     monkeypatch.chdir(tmp_path)

@@ -100,7 +100,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("correction", rest_is_long(LOCAL, "coupled", "tis", "acr", "geometric", "dppo"))
+@pytest.mark.parametrize("correction", rest_is_long(LOCAL, "coupled", "acr", "geometric"))
 def test_every_correction_trains_as_with_two_passes(tmp_path, correction):
     one, none = trained(tmp_path / "one", is_correction=correction)
     two, passes = trained(tmp_path / "two", two_passes=True, is_correction=correction)
@@ -110,9 +110,7 @@ def test_every_correction_trains_as_with_two_passes(tmp_path, correction):
     assert {"sampling/sampling_logp_difference/max", "mismatch/entropy", "entropy"} <= metrics(one)[0].keys()
 
 
-@pytest.mark.parametrize(
-    "option", rest_is_long(OPTIONS, "lora", "several_generations_a_step", "off_policy_mask", "cispo", "sequences")
-)
+@pytest.mark.parametrize("option", rest_is_long(OPTIONS, "several_generations_a_step", "off_policy_mask", "sequences"))
 def test_every_option_trains_as_with_two_passes(tmp_path, option):
     settings = OPTIONS[option]
     one, passes = trained(tmp_path / "one", **settings)
@@ -123,7 +121,7 @@ def test_every_option_trains_as_with_two_passes(tmp_path, option):
     assert_same_numbers(one, two)
 
 
-@pytest.mark.parametrize("correction", ["coupled", "dppo"])
+@pytest.mark.parametrize("correction", rest_is_long(["coupled", "dppo"]))
 def test_a_resumed_run_is_the_unbroken_one(tmp_path, correction):
     settings = {"is_correction": correction, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     settings |= DROPPING.get(correction, {})

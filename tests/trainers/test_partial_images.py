@@ -101,7 +101,7 @@ def now_and_then(prompts, completions, **kwargs) -> list[float]:
     [
         ("GRPO", "images", {}),
         pytest.param("RLOO", "image", {}, marks=pytest.mark.long),
-        ("distillation", "image", {}),
+        pytest.param("distillation", "image", {}, marks=pytest.mark.long),
         ("GRPO", None, {}),
         pytest.param(
             *("GRPO", "images", {"dynamic_sampling_rounds": 4, "reward_funcs": now_and_then}), marks=pytest.mark.long

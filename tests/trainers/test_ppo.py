@@ -82,7 +82,7 @@ def test_the_critics_loss_is_divided_by_a_steps_share_of_the_generation(tmp_path
     assert sum(losses) == pytest.approx(2 * mean.item(), rel=1e-4)
 
 
-@pytest.mark.parametrize("correction", rest_is_long(CORRECTIONS, "coupled", "tis", "acr", "ais", "geometric", "dppo"))
+@pytest.mark.parametrize("correction", rest_is_long(CORRECTIONS, "coupled", "acr", "ais", "geometric"))
 def test_the_gradients_of_policy_and_critic(tmp_path, models, correction):
     """After both have moved, on a batch with tools and uneven lengths; no shortcut has them."""
     settings = {"is_correction": correction, "num_iterations": 2, "epsilon": LOW, "epsilon_high": HIGH} | GAE
@@ -143,7 +143,7 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize("option", SHARED)
+@pytest.mark.parametrize("option", rest_is_long(SHARED, "packed", "groups", "padded"))
 def test_the_gradients_of_shared_layers(tmp_path, models, option):
     """Both losses reach the policy's layers or its adapter, after they and the head have moved; no shortcut does so."""
     settings = {"is_correction": "acr", "num_iterations": 2, "epsilon": LOW, "epsilon_high": HIGH, "is_cap": 1.05} | GAE

@@ -71,7 +71,7 @@ def unbroken(path, policy, **options):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.long),
         SHORT | {"num_iterations": 2, "is_correction": "ais", "max_steps": 8, "save_steps": 4},
         pytest.param(
             SHORT
@@ -166,7 +166,7 @@ def test_a_checkpoint_of_the_policy_alone(tmp_path, policy, caplog, shares):
 
 
 @pytest.mark.parametrize("shares", [False, True])
-@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("alone", rest_is_long([False, True]))
 def test_the_best_checkpoint_is_loaded_with_its_critic(tmp_path, policy, caplog, shares, alone):
     """The first of two is the best one. Without a critic in it, the last one stays, and the run says so."""
 
@@ -244,6 +244,7 @@ def test_it_is_trained_again(tmp_path, policy):
 # vLLM
 
 
+@pytest.mark.long
 @pytest.mark.vllm
 @pytest.mark.parametrize(
     ("options", "adapted"),

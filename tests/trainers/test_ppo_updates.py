@@ -54,9 +54,9 @@ def rates_of(trainer) -> tuple[list[float], list[float]]:
         # A rate above the policy's, one below the rate that is given as the schedule's end, and none
         *(("cosine_with_min_lr", {"min_lr": 2e-4}, height) for height in (3e-3, 1e-5)),
         *(("polynomial", {"lr_end": 5e-4}, height) for height in (1e-5, 0.0)),
-        ("polynomial", {}, 3e-3),
-        ("linear", {}, 0.0),
-        ("warmup_stable_decay", {"num_decay_steps": 2}, 1e-5),
+        pytest.param("polynomial", {}, 3e-3, marks=pytest.mark.long),
+        pytest.param("linear", {}, 0.0, marks=pytest.mark.long),
+        pytest.param("warmup_stable_decay", {"num_decay_steps": 2}, 1e-5, marks=pytest.mark.long),
     ],
 )
 def test_the_critics_rate_follows_the_policys(tmp_path, models, schedule, options, height):

@@ -290,7 +290,7 @@ RESUMES = {
 }
 
 
-@pytest.mark.parametrize("settings", RESUMES.values(), ids=RESUMES)
+@pytest.mark.parametrize("settings", rest_is_long(RESUMES.values()), ids=RESUMES)
 def test_a_resumed_run_replays_what_the_unbroken_one_does(tmp_path, settings):
     """A checkpoint holds the routing of completions in flight, and of a generation that it interrupts."""
     model = on_disk(tmp_path)

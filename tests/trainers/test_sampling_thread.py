@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from asynchronous import asynchronous, given_samples, logps_of, policy_gradient
+from long_tests import rest_is_long
 from training import dataset, lora, spread
 
 from trl_quant.trainers.async_grpo.sampling_thread import advantages_of
@@ -25,6 +26,7 @@ def logged(trainer, name) -> list:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["int8"])
 def test_it_learns_while_it_samples(tmp_path, precision):
     settings = {"learning_rate": 1e-2, "per_device_train_batch_size": 16, "num_generations": 8, "max_staleness": 2}
@@ -36,7 +38,7 @@ def test_it_learns_while_it_samples(tmp_path, precision):
     assert trainer.model_version == 31  # a cold sync, and one after each step
 
 
-@pytest.mark.parametrize(("max_staleness", "accumulated"), [(0, 1), (0, 2), (3, 1)])
+@pytest.mark.parametrize(("max_staleness", "accumulated"), rest_is_long([(0, 2), (0, 1), (3, 1)], (0, 2), (3, 1)))
 def test_nothing_older_is_trained_on(tmp_path, max_staleness, accumulated):
     """The copy has the policy's log-probabilities, rounded to BF16, while it has its version, and others afterwards."""
     settings = {"max_staleness": max_staleness, "gradient_accumulation_steps": accumulated, "max_steps": 6}
@@ -220,7 +222,7 @@ def test_a_base_is_never_merged_in_place(tmp_path):
     assert logged(trainer, "mismatch/kl_k3")[-1] < 1
 
 
-@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize("precision", rest_is_long(["int8", "int4"]))
 def test_a_policy_that_trains_in_the_samplers_numbers(tmp_path, precision):
     """The copy gets the codes that the policy computes with, so that at age 0 only last bits differ."""
     apart = {}

@@ -16,7 +16,10 @@ pytestmark = pytest.mark.isa
 
 each_kind = pytest.mark.parametrize("precision", ["fp8", "nvfp4"])  # unified, QAT
 CASES = [
-    *(pytest.param(name, False, id=f"{name}-full") for name in [*unified_flows(), *qat_precisions()]),
+    *(
+        pytest.param(name, False, id=f"{name}-full", marks=[] if name in ("fp8", "nvfp4") else pytest.mark.long)
+        for name in [*unified_flows(), *qat_precisions()]
+    ),
     pytest.param("fp8_block", True, id="fp8_block-lora"),  # the flow whose codes depend on most of a weight
 ]
 

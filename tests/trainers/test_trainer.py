@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from datasets import Dataset
+from long_tests import rest_is_long
 from reference import ACTING, DROPPING, OBJECTIVES
 from tiny import tiny_model
 from training import assert_same_run, config, dataset, generation, lora, make, metrics, parameters, spread
@@ -81,7 +82,9 @@ def test_the_loss_is_the_papers_objective(tmp_path, correction):
     assert (trainer.epsilon_low, trainer.epsilon_high) == (0.2, 0.3)  # restored
 
 
-@pytest.mark.parametrize("correction", ["trl", *CORRECTIONS])
+@pytest.mark.parametrize(
+    "correction", rest_is_long(["trl", *CORRECTIONS], "trl", "tis", "acr", "ais", "geometric", "dppo")
+)
 def test_every_correction_trains_and_says_what_it_saw(tmp_path, correction):
     settings = {"is_correction": correction, **DROPPING.get(correction, {})}
     trainer = quantized(QuantGRPOTrainer, tmp_path, max_steps=2, **settings)

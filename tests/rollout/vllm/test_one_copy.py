@@ -212,7 +212,7 @@ def test_a_global_scale_that_leaves_room(tmp_path):
     assert torch.allclose(layer(x), linear(x, before), rtol=1e-4, atol=1e-5)
 
 
-@every_precision
+@pytest.mark.parametrize("precision", rest_is_long(["mxfp4", "nvfp4"]))
 def test_a_merged_adapter_in_layers_with_biases(tmp_path, precision):
     """Marlin reorders biases as well: after a reload the engine equals a fresh one of the same weights."""
     model = policy(tmp_path / "policy", with_lora=True, family="qwen2", tied=False, **TILED)
@@ -222,6 +222,7 @@ def test_a_merged_adapter_in_layers_with_biases(tmp_path, precision):
     assert_live_equals_fresh(engine(model, precision), model, precision, tmp_path)
 
 
+@pytest.mark.long
 def test_a_run(tmp_path):
     """GRPO on a shared base, with noise and dynamic sampling: only the adapter moves, and the engine follows it."""
     path = save_tiny(tmp_path / "model", family="qwen2", tied=False, dtype=torch.bfloat16, **TILED)

@@ -83,7 +83,7 @@ def test_it_equals_vllms_adapter_from_files(tmp_path):
 
 
 # The embeddings are read by no code of a precision
-@pytest.mark.parametrize(("precision", "tied"), [("bf16", True), ("int8", False), ("fp8_block", True)])
+@pytest.mark.parametrize(("precision", "tied"), rest_is_long([("int8", False), ("bf16", True), ("fp8_block", True)]))
 def test_pushes_leave_nothing_behind(tmp_path, precision, tied, monkeypatch):
     """Two adapters, the first again, none: as fresh engines, and as an engine that knows of no adapter."""
     if precision == "fp8_block":

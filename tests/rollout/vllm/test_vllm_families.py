@@ -22,7 +22,7 @@ OPTIONS = {"cohere2": {"sliding_window": 1024}, "ministral3": {"rope_parameters"
 IN_VLLM = [family for family in FURTHER if FAMILIES[family].vllm]
 
 
-@pytest.mark.parametrize("family", rest_is_long(IN_VLLM, "cohere2", "glm4", "ministral3", "olmo2"))
+@pytest.mark.parametrize("family", rest_is_long(IN_VLLM, "cohere2", "glm4", "olmo2"))
 def test_live_equals_fresh(tmp_path, family):
     """In codes, in layers that vLLM fuses as the table says, of the class that it names."""
     model = policy(tmp_path / "model", family=family, **OPTIONS.get(family, {}))

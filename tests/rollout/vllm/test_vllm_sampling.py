@@ -123,6 +123,7 @@ def distance(sampler, **generation_kwargs) -> float:
     return torch.cat(found).abs().mean().item()
 
 
+@pytest.mark.long
 def test_options_that_are_said_to_bias_the_ratio_do(tmp_path):
     """
     vLLM returns the log-probability with which it drew a token, after all options. The test runs in BF16, since INT8
