@@ -115,9 +115,12 @@ def _measured_here(precisions: Iterable[str] | None) -> list[str]:
 def _check_run(args: QuantFields) -> None:
     """Raises `ValueError` for a run whose precision cannot be chosen by speed."""
     if not (args.use_vllm and args.vllm_mode == "colocate"):
+        alike = "Set `use_vllm=True` and `vllm_mode='colocate'`"
+        if args.is_asynchronous:  # which has no such engine
+            alike = "Measure a run of `--trainer grpo`, with `vllm_mode='colocate'`, on a card like the server's"
         raise ValueError(
             f"`use_vllm`={args.use_vllm} and `vllm_mode`={args.vllm_mode!r}: only vLLM's engines in the run's own "
-            "process are measured. Set `use_vllm=True` and `vllm_mode='colocate'`. A server runs in the precision that "
+            f"process are measured. {alike}. A server runs in the precision that "
             "it was started in, and the embedded engine is equally slow in all."
         )
     if args.max_completion_length is None:
