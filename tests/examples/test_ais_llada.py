@@ -65,6 +65,7 @@ def taught(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_teaching_teaches(taught):
     """After 40 steps it knows what every answer begins with, and still attends in both directions."""

@@ -30,10 +30,14 @@ reruns = pytest.mark.skipif(
 )
 
 
-def rerun(files: Sequence[str]) -> dict[str, int]:
-    """Runs the tests on devices of files below `tests` in the interpreter, in one process; how many of each passed."""
+def rerun(files: Sequence[str], marks: str) -> dict[str, int]:
+    """
+    Runs the tests on devices of files below `tests` that have these marks (pytest's `-m`) in the interpreter, in one
+    process; how many of each passed.
+    """
     paths = {file: f"tests/{file}" for file in files}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-vv", "-k", "cpu", *paths.values()]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-vv", "-k", "cpu"]
+    command += ["-m", marks, *paths.values()]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]

@@ -2,6 +2,7 @@
 
 import pytest
 from interpreter import rerun, reruns
+from long_tests import rest_is_long
 
 
 MORE_THAN = {  # file -> tests
@@ -17,6 +18,10 @@ MORE_THAN = {  # file -> tests
 
 @pytest.mark.slow
 @reruns
-def test_in_the_interpreter():
-    passed = rerun([*MORE_THAN])
-    assert all(passed[file] > count for file, count in MORE_THAN.items()), passed
+@pytest.mark.parametrize("marks", rest_is_long(["not long", "long"]))
+def test_in_the_interpreter(marks):
+    passed = rerun([*MORE_THAN], marks)
+    if marks == "long":
+        assert sum(passed.values()) >= 4, passed
+    else:
+        assert all(passed[file] > count for file, count in MORE_THAN.items()), passed

@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 import torch
 from interpreter import INTERPRETED, in_types, on_devices, triton
+from long_tests import rest_is_long
 from made_up_experts import MadeUpMixture, experts_of_many_sizes
 from reference_formats import DTYPES, KINDS, bits, make
 
@@ -90,7 +91,7 @@ def test_global_scale(device):
 
 
 @on_devices
-@pytest.mark.parametrize("name", kernels.KERNELS)
+@pytest.mark.parametrize("name", rest_is_long(kernels.KERNELS, "int8", "fp8", "mxfp4"))
 def test_experts_are_quantized_one_by_one(name, device):
     """Each as the kernel quantizes it alone; as rows of one matrix, some formats would scale them together."""
     several_programs = experts_of_many_sizes(3, 20, 1000, dtype=torch.float32)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from interpreter import INTERPRETED, in_types, on_devices, ptx_of
+from long_tests import rest_is_long
 from made_up_experts import experts_of_many_sizes
 from reference_formats import bits, make
 
@@ -198,6 +199,7 @@ def gated(dtype: torch.dtype, shape: tuple, device: str) -> tuple[torch.Tensor, 
     return gate * 4, up
 
 
+@pytest.mark.long
 @on_devices
 def test_silu_of_a_gate_and_codes(device):
     """In one pass what is otherwise three, codes of the rounded product."""
@@ -239,7 +241,7 @@ def test_the_next_layer_finds_the_codes(precision, device, monkeypatch):
 
 
 @on_devices
-@pytest.mark.parametrize(("tokens", "cols"), [(9, 140), (2, 4100)])
+@pytest.mark.parametrize(("tokens", "cols"), rest_is_long([(9, 140), (2, 4100)]))
 def test_columns_of_a_wider_matrix(tokens, cols, device):
     """Gate and up side by side, as one product writes them: the same as of matrices of their own."""
     wide = torch.cat(gated(torch.bfloat16, (tokens, cols), device), 1)

@@ -340,7 +340,8 @@ def test_a_run_equals_one_without_the_compiler(tmp_path, precision, kind, of, la
 
 
 # An adapter adds the same operations to a graph in each precision, so one precision is enough
-@pytest.mark.parametrize(("precision", "kind"), rest_is_long([("int8", "full"), ("fp8_block", "merged")]))
+@pytest.mark.long
+@pytest.mark.parametrize(("precision", "kind"), [("int8", "full"), ("fp8_block", "merged")])
 def test_rows_of_other_lengths_are_not_compiled_again(precision, kind):
     model = policy(precision, kind)
     for layer in (model if kind == "full" else model.get_base_model()).model.layers:

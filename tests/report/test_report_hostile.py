@@ -17,6 +17,7 @@ import pytest
 from hostile import FILES, METRICS, lines
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from long_tests import rest_is_long
 from places import ROOT
 from run_logs import entries, log, write_jsonl, write_state
 
@@ -259,6 +260,7 @@ def test_moving_averages_have_the_bits_of_fmean(values, window):
     assert moving_average(values, window) == means
 
 
+@pytest.mark.long
 def test_values_that_are_no_numbers(tmp_path):
     """Those of one metric are left out; what is too large is told."""
     good = entries(20)
@@ -390,7 +392,7 @@ def full(monkeypatch):
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("suffix", ["html", "png", "svg", "pdf"])
+@pytest.mark.parametrize("suffix", rest_is_long(["html", "png", "svg", "pdf"], "html", "png"))
 def test_nothing_half_written_is_left(tmp_path, suffix, full, capsys):
     run, target = write_jsonl(tmp_path / "run", entries(6)), tmp_path / "out" / f"report.{suffix}"
     target.parent.mkdir()

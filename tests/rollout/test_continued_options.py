@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from accelerate import Accelerator
+from long_tests import rest_is_long
 from tiny import tiny_model, tiny_tokenizer
 
 from trl_quant.rollout import TransformersEngine
@@ -67,7 +68,7 @@ def continued(engine, options) -> list[bool]:
     return same
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", rest_is_long(RIGHT, "repetition_penalty", "eos_token_id", "bad_words_ids"))
 def test_options_that_act_on_the_rest_as_on_the_whole(engine, name):
     options, others = RIGHT[name], {key: value for key, value in RIGHT[name].items() if key != name}
     assert breaks_when_continued(options) == []

@@ -15,6 +15,7 @@ from pathlib import Path
 import masked_policy
 import pytest
 import torch
+from long_tests import rest_is_long
 from peft import LoraConfig
 from tiny import save_tiny, tiny_model
 from training import Killed, config, dataset, killing, lora, make, metrics, parameters
@@ -62,7 +63,7 @@ def base(tmp_path_factory) -> str:
     return save_tiny(tmp_path_factory.mktemp("base") / "model", **BASE)
 
 
-@pytest.fixture(scope="module", params=RUNS)
+@pytest.fixture(scope="module", params=rest_is_long(RUNS, "grpo", "ppo"))
 def run(request, tmp_path_factory, base):
     """A function that builds the run's trainer, its directory, and its weights and log at the end."""
     path = tmp_path_factory.mktemp(request.param) / "run"

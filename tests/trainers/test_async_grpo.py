@@ -7,6 +7,7 @@ import pytest
 import reference
 import torch
 from asynchronous import asynchronous, given_samples, gradient_of_batch, logps_of, policy_gradient
+from long_tests import rest_is_long
 from tiny import save_tiny, tiny_model
 from training import assert_same_run, generation, gradient_of, lora, parameters, trainer_for
 from trl.experimental.async_grpo import AsyncGRPOTrainer
@@ -76,7 +77,7 @@ def near(trainer, samples) -> None:
         sample.old_log_probs[sample.completion_mask > 0] = (logps + noise).detach().numpy()
 
 
-@pytest.mark.parametrize("age", [0, 1, 3])
+@pytest.mark.parametrize("age", rest_is_long([0, 1, 3], 0, 3))
 @pytest.mark.parametrize("name", FREE)
 def test_gradients_are_those_of_a_slow_loop(tmp_path, name, age):
     samples, fields = given_samples(2, version=2), reference.ACTING.get(name, {})

@@ -67,8 +67,7 @@ LAUNCHES = {
     ),
     "zero2": ("zero2", TRAINED),
     f"zero2{LONG}": ("zero2", [*PACKED[:1], "zero2-int8-full"]),
-    "zero3": ("zero3", [*PARTITIONED[:1], "zero3-int8-full"]),
-    f"zero3{LONG}": ("zero3", [*PARTITIONED[1:], "zero3-bf16-lora", "partitioned-bf16-full"]),
+    f"zero3{LONG}": ("zero3", [*PARTITIONED, "zero3-int8-full", "zero3-bf16-lora", "partitioned-bf16-full"]),
 }
 
 

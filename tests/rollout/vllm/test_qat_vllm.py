@@ -36,7 +36,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8)
 
 
-@every_precision
+@pytest.mark.parametrize("precision", rest_is_long(["nvfp4", "mxfp4"]))
 @pytest.mark.parametrize("family", rest_is_long(["qwen2", "gemma3", "phi3"]))
 def test_live_equals_fresh(tmp_path, precision, family):
     """After each update the engine computes what one does that starts on a prepared checkpoint of the weights."""

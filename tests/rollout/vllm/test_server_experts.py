@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from long_tests import rest_is_long
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -32,10 +31,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 UNREACHED = 2  # the expert that no token reaches
 
 
-@pytest.fixture(
-    scope="module",
-    params=rest_is_long(MIXTURES, "glm4_moe"),
-)
+@pytest.fixture(scope="module", params=[pytest.param(family, marks=pytest.mark.long) for family in MIXTURES])
 def server(request, tmp_path_factory):
     """One family's policy and the server that was started on it, shared by the tests of this file."""
     path = tmp_path_factory.mktemp(request.param)

@@ -85,6 +85,7 @@ def test_a_right_engine_passes(sampler, settings, monkeypatch):
     assert sampler.settings is settings and sampler.drafts == Drafts() and cached(sampler) == 0
 
 
+@pytest.mark.long
 def test_an_int8_engine_passes(tmp_path, monkeypatch):
     mend(monkeypatch)
     sampler = speculating(tmp_path, "int8")
@@ -130,6 +131,7 @@ def test_greedy_tokens_do_not_show_it(sampler, monkeypatch):
     check_speculation(sampler)
 
 
+@pytest.mark.long
 @needs_the_fault
 def test_no_sample_before_the_check(tmp_path):
     """Also where the other self-checks are off; nor after it."""
