@@ -345,8 +345,10 @@ def test_turns_need_a_length():
         check(model=tiny_model(), args=without)
         for given in ({"tools": [note]}, {"environment_factory": Environment}):
             texts = {"model": tiny_model(), "args": with_one, **given}
-            refused(lambda texts=texts: check(**texts), "must be conversations")
+            refused(lambda texts=texts: check(**texts), "`train_dataset` has texts as prompts", "must be conversations")
             given |= {"train_dataset": prompts([said("user", "1+1=")])}
+            texts |= given | {"eval_dataset": {"hard": prompts("1+1=")}}
+            refused(lambda texts=texts: check(**texts), "`eval_dataset['hard']` has texts as prompts")
             check(model=tiny_model(), args=with_one, **given)
             says = f"`{next(iter(given))}` with `max_completion_length`=None: TRL ends the turns of a completion at"
             refused(lambda args=without, given=given: check(model=tiny_model(), args=args, **given), says)

@@ -329,7 +329,7 @@ def test_methods_are_restored(tmp_path):
     assert inspect.getattr_static(Shelf, "count") is before and not {"note", "reset"} & {*vars(Shelf)}
 
 
-# What is refused before a model is loaded
+# Refusals before a model is loaded
 
 
 def undocumented(a):

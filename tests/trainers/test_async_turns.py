@@ -541,7 +541,7 @@ def test_a_run_with_tools_resumes(tmp_path):
     assert len(second) == len(samples) / 2  # TRL's message of a call is not what was drawn
 
 
-# What is refused before a model is loaded
+# Refusals before a model is loaded
 
 
 def test_a_template_that_shows_no_calls(tmp_path):

@@ -73,7 +73,7 @@ def check_before_loading(
     check_what("model", run)
     has_turns = bool(tools) or environments is not None
     if has_turns:
-        check_conversations(train_dataset)
+        check_conversations(datasets_of(train_dataset, eval_dataset))
     if args.spec.sampler is not None:
         check_tokenization(run.config, model, args, run.processing_class, train_dataset, has_turns)
     if here:

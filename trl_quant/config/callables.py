@@ -41,13 +41,19 @@ def check_callables(args, given: dict, train_dataset, eval_dataset) -> None:
             _check_chosen(name, dataset, factories)
 
 
-def check_conversations(train_dataset) -> None:
-    """Raises `ValueError` for prompts that are plain text, in which the model would not be told of its tools."""
-    if isinstance(train_dataset, Dataset) and isinstance(train_dataset[0].get("prompt"), str):
-        raise ValueError(
-            "`train_dataset` has texts as prompts. With `tools` or an `environment_factory` they must be "
-            "conversations, because the chat template tells the model what it may call."
-        )
+def check_conversations(datasets: dict) -> None:
+    """
+    Raises `ValueError` for prompts that are plain text, in which the model would not be told of its tools.
+
+    Args:
+        datasets (`dict`): The datasets of a run by their names in messages. Streams are not read.
+    """
+    for name, dataset in datasets.items():
+        if isinstance(dataset, Dataset) and len(dataset) and isinstance(dataset[0].get("prompt"), str):
+            raise ValueError(
+                f"`{name}` has texts as prompts. With `tools` or an `environment_factory` they must be conversations, "
+                "because the chat template tells the model what it may call."
+            )
 
 
 def _check_tools(tools, takes_async: bool) -> None:
