@@ -7,7 +7,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from refusals import ACCEPTED_DATA, REFUSED_DATA
 from training import PROMPTS, metrics, parameters, spread
-from turns import build
+from turns import build, note
 
 from trl_quant.trainers.launch import TRAINERS
 
@@ -95,6 +95,15 @@ def test_a_run_ends_at_a_bad_row(tmp_path, bad):
     )
     with pytest.raises(ValueError, match="`train_dataset`, at step 1"):
         trainer.train()
+
+
+def test_texts_in_a_run_with_tools(tmp_path):
+    """As a dataset of them is refused before the run; in an evaluation too."""
+    trainer = build(tmp_path, "grpo", {"train_dataset": stream(rows(8)), "tools": [note]})
+    with pytest.raises(ValueError, match="`train_dataset`, at step 0, has texts as prompts"):
+        trainer.train()
+    with pytest.raises(ValueError, match="`eval_dataset`, at step 0, has texts as prompts"):
+        trainer.evaluate(Dataset.from_list(rows(2)))
 
 
 def needs_answer(completions, answer, **kwargs):

@@ -9,6 +9,7 @@ from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 from trl.trainer.utils import is_async_callable
 
+from ..tasks.data import check_conversation
 from .data import evaluated
 
 
@@ -49,11 +50,8 @@ def check_conversations(datasets: dict) -> None:
         datasets (`dict`): The datasets of a run by their names in messages. Streams are not read.
     """
     for name, dataset in datasets.items():
-        if isinstance(dataset, Dataset) and len(dataset) and isinstance(dataset[0].get("prompt"), str):
-            raise ValueError(
-                f"`{name}` has texts as prompts. With `tools` or an `environment_factory` they must be conversations, "
-                "because the chat template tells the model what it may call."
-            )
+        if isinstance(dataset, Dataset) and len(dataset):
+            check_conversation(f"`{name}`", dataset[0])
 
 
 def _check_tools(tools, takes_async: bool) -> None:

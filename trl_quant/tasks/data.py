@@ -169,6 +169,15 @@ def check_row(where: str, row: dict, first: dict) -> None:
         raise ValueError(f"{where}: the prompt {row['prompt']!r:.80} {fault}. {_PROMPT}")
 
 
+def check_conversation(where: str, row: dict) -> None:
+    """Raises `ValueError` for a row of a run with tools whose prompt is plain text. `where` names its place."""
+    if isinstance(row.get("prompt"), str):
+        raise ValueError(
+            f"{where} has texts as prompts. With `tools` or an `environment_factory` they must be conversations, "
+            "because the chat template tells the model what it may call."
+        )
+
+
 def _other_type(prompt, first) -> str | None:
     if type(prompt) is type(first):
         return None

@@ -19,7 +19,7 @@ from datasets import IterableDataset
 from torch.nn import Module
 from transformers import TrainerCallback
 
-from ..tasks.data import check_row
+from ..tasks.data import check_conversation, check_row
 from ..tasks.rewards import check_reward
 
 
@@ -44,6 +44,7 @@ class DrawnRows(TrainerCallback):
 
     def __init__(self, trainer, given: dict):
         self.trainer, self.environments = trainer, given.get("environment_factory")
+        self.has_turns = bool(given.get("tools")) or self.environments is not None
         self.more_columns = self.environments is not None or given.get("rollout_func") is not None
         self.count = self.start = self.passes = 0
         trainer.add_callback(self)
@@ -70,8 +71,11 @@ class DrawnRows(TrainerCallback):
         trainer = self.trainer
         self.count += 1
         name = "train_dataset" if trainer.model.training else "eval_dataset"
+        where = f"`{name}`, at step {trainer.state.global_step}"
         for row in rows if self.environments is None else ():
-            check_row(f"`{name}`, at step {trainer.state.global_step}", row, rows[0])
+            check_row(where, row, rows[0])
+        if self.has_turns:
+            check_conversation(f"{where},", rows[0])
         if self.more_columns or not trainer.args.has_rewards:
             return
         for reward in trainer.reward_funcs:
