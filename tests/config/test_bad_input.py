@@ -337,6 +337,19 @@ def test_an_environment_may_own_the_prompts_and_the_reward():
     refused(lambda: check(train_dataset=without_prompts), "a column 'prompt' is needed")
 
 
+def test_reward_models():
+    """Also where rewards may come from environments."""
+    named = {"reward_funcs": [spread, "gsm8k"]}
+    asynchronous = {"args": build(QuantAsyncGRPOConfig, use_vllm=False, num_generations=4, **INT8)}
+    talk = {"environment_factory": Environment, "train_dataset": prompts([said("user", "1+1=")])}
+    for given in ({}, talk):
+        refused(lambda given=given: check(**named, **given), "`reward_funcs`='gsm8k' is the command line's name")
+        for model in (tiny_model(), "some/model"):
+            models = {"reward_funcs": [spread, model]}
+            refused(lambda given=given, models=models: check(**models, **asynchronous, **given), "has a reward model")
+    check(reward_funcs=[spread, tiny_model()])
+
+
 def test_turns_need_a_length():
     """TRL compares the length of a completion with it after each turn, whoever samples."""
     settings = {"num_generations": 4, "per_device_train_batch_size": 4}

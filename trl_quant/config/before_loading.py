@@ -24,6 +24,7 @@ from .data import (
     check_data,
     check_dynamic_sampling,
     check_reads_ahead,
+    check_reward_models,
     check_rewards,
     check_texts,
     check_tokenization,
@@ -57,6 +58,8 @@ def check_before_loading(
     check_what("arguments", run)
     tools, rollout_func, environments = map(others.get, ("tools", "rollout_func", "environment_factory"))
     check_data(args, train_dataset, eval_dataset, environments)
+    if args.has_rewards:
+        check_reward_models(args, reward_funcs)
     if environments is None and args.has_rewards:  # otherwise rewards may come from the environments
         check_rewards(args, reward_funcs, train_dataset, eval_dataset, more_columns=rollout_func is not None)
     check_dynamic_sampling(args, tools, rollout_func, environments)

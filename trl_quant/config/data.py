@@ -141,17 +141,6 @@ def check_rewards(args, reward_funcs, train_dataset, eval_dataset=None, more_col
         numbers = "1 finite number, for the 1 reward" if count == 1 else f"{count} finite numbers, one for each reward"
         raise ValueError(f"`reward_weights`={weights!r} must be a list of {numbers}.")
     for reward in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
-        if isinstance(reward, str) and reward in REWARDS and not Path(reward).is_dir():
-            raise ValueError(
-                f"`reward_funcs`={reward!r} is the command line's name of a reward, which TRL would load as a model. "
-                f"Pass the function `trl_quant.tasks.{REWARDS[reward].__name__}`."
-            )
-        if args.is_asynchronous and isinstance(reward, str | Module):
-            raise ValueError("`reward_funcs` has a reward model, and asynchronous samplers call functions alone.")
-        if isinstance(reward, str):
-            check_named("reward_funcs", reward)
-        if isinstance(reward, str | Module):
-            _check_experts_of(reward)
         if isinstance(reward, str | Module) or reward is None:
             continue
         check_reward(reward)
@@ -164,6 +153,23 @@ def check_rewards(args, reward_funcs, train_dataset, eval_dataset=None, more_col
                 _check_reward_of_kept(reward, columns)
             if isinstance(train_dataset, Dataset) and train_dataset.format["type"] != "custom":
                 check_truths(reward, train_dataset.with_format(None))
+
+
+def check_reward_models(args, reward_funcs) -> None:
+    """Raises `ValueError` for a reward that is a model, or the name of one, which the trainer cannot take or load."""
+    for reward in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
+        if not isinstance(reward, str | Module):
+            continue
+        if isinstance(reward, str) and reward in REWARDS and not Path(reward).is_dir():
+            raise ValueError(
+                f"`reward_funcs`={reward!r} is the command line's name of a reward, which TRL would load as a model. "
+                f"Pass the function `trl_quant.tasks.{REWARDS[reward].__name__}`."
+            )
+        if args.is_asynchronous:
+            raise ValueError("`reward_funcs` has a reward model, and asynchronous samplers call functions alone.")
+        if isinstance(reward, str):
+            check_named("reward_funcs", reward)
+        _check_experts_of(reward)
 
 
 def _check_experts_of(reward: str | Module) -> None:
