@@ -52,8 +52,7 @@ LAUNCHES = {
     "fsdp2": (
         "fsdp2",
         [
-            *("embedded-int8-full", "experts-int8-lora", "async-int8-full", *SHARDED[:1], SHARDED_EXPERTS),
-            "fsdp2-int8-lora",
+            *("embedded-int8-full", "experts-int8-lora", "async-int8-full", *SHARDED[:1], "fsdp2-int8-lora"),
         ],
     ),
     f"fsdp2{LONG}": (
@@ -61,7 +60,7 @@ LAUNCHES = {
         [
             *EMBEDDED[1:2],
             *EMBEDDED[3:],
-            *(PPO[0], PPO[2], ASYNC[0], *ASYNC[2:], *PACKED, *MASKED, *SHARDED[1:]),
+            *(PPO[0], PPO[2], ASYNC[0], *ASYNC[2:], *PACKED, *MASKED, *SHARDED[1:], SHARDED_EXPERTS),
             *("unified-int8-full", "split-int8-lora", "gathered-bf16-lora"),
         ],
     ),
@@ -305,9 +304,10 @@ def test_in_the_numbers_that_sample_fsdp2_trains_as_the_whole(found, case):
     assert left["gap"] == 0 and left["plain_gap"] > 0.3
 
 
-def test_experts_in_the_numbers_that_sample_train_under_fsdp2_as_the_whole(found):
+@pytest.mark.parametrize("case", each([SHARDED_EXPERTS], "fsdp2"))
+def test_experts_in_the_numbers_that_sample_train_under_fsdp2_as_the_whole(found, case):
     """Bit for bit, and resumed. The engine's codes are those of the optimizer's weights; a layer frees its own."""
-    left, right = found("fsdp2", SHARDED_EXPERTS)
+    left, right = found("fsdp2", case)
     assert left == right and left["sharded"] and left["resumed"] and left["gradients"]
     assert all(left["sent"]) and len(left["sent"]) == 4 and left["held"] == 0
     for ours, theirs, plain in zip(left["log"], left["other"], left["plain"], strict=True):
