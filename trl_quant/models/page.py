@@ -129,9 +129,11 @@ PICTURED_NOTES = """
   images are refused there.
 - **trained**: `train_precision="int8"`. **noise, UAQ** act on the norms of the text. **LoRA** was run on the language
   model, merged and beside the base.
-- On H200s (vLLM 0.26 and 0.33) the tower of Qwen2.5-VL stayed in BF16, synced engines equalled fresh ones with images
-  in `bf16`, `fp8` and `fp8_block`, and the samples of Qwen2.5-VL and Qwen3-VL had the policy's log-probabilities.
-  The other cases of `tests/gpu/test_images_gpu.py` are to be run.
+- On H200s (vLLM 0.26 and 0.33) the towers of Qwen2.5-VL and Qwen3.5 stayed in BF16, and synced engines equalled fresh
+  ones with images in `fp8`, and those of Qwen2.5-VL in `bf16` and `fp8_block` too. The samples of all four had the
+  policy's log-probabilities, and adapters beside their base and noise acted in `bf16` and `fp8`. When Qwen2.5-VL and
+  Qwen3-VL, and with 0.26 Qwen3.5, were trained with samples in `fp8`, trainer and sampler agreed as well with images
+  as on text alone. The other cases of `tests/gpu/test_images_gpu.py` are to be run.
 - Other models that read images run with the same checks, and were not tested.
 """
 TRAITS_SHOWN = ("embedded", "vLLM", "trained", "noise, UAQ", "packed", "both directions", "exact")
