@@ -4,8 +4,6 @@ Each rule of what may not go together, broken once by a real config, and the pag
 A config is built with the rule under test alone, so that a case cannot pass because of another rule.
 """
 
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from itertools import combinations, product
@@ -584,17 +582,6 @@ def test_a_rule_holds_only_for_configs_with_its_fields():
     assert rule.broken(Given(broken_by)) == "`gamma`=0.5: True"
     assert rule.broken(Given(build(PPO))) is None and rule.broken(Given(build(GRPO))) is None
     assert {rule.needs for rules in RULES.values() for rule in rules} == set(NEEDS)
-
-
-def test_a_config_is_checked_without_loading_vllm():
-    """It takes seconds, and is needed only to know vLLM's own arguments and sampling parameters."""
-    code = (
-        "import sys\nfrom trl_quant.config import QuantGRPOConfig\n"
-        f"QuantGRPOConfig(output_dir='unused', use_cpu=True, bf16=False, report_to=[], **{VLLM})\n"
-        "assert 'vllm' not in sys.modules\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 # What goes with what

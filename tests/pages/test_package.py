@@ -212,26 +212,31 @@ def test_installed_command(environment, tmp_path):
 
 def test_what_an_import_loads():
     """
-    What is said to be pure torch works where only torch is installed, and a config is parsed without an engine or a
-    trainer, both of which take seconds to load: TRL's trainer loads vLLM where it is installed.
+    What is said to be pure torch works where only torch is installed, the engines' protocol loads no host, and a config
+    is parsed and checked without an engine or a trainer, both of which take seconds to load: TRL's trainer loads vLLM
+    where it is installed.
     """
+    late = {"trl.trainer.grpo_trainer", "trl_quant.trainers", "vllm"}
     steps = {
-        "trl_quant": ({"trl_quant"}, {"triton", "trl", "vllm"}),
-        "trl_quant.formats, trl_quant.corrections, trl_quant.noise, trl_quant.models.norms, trl_quant.precisions, "
-        "trl_quant.layers": ({"torch"}, {"transformers", "trl", "trl_quant.kernels", "vllm"}),
-        "trl_quant.config": ({"trl", "transformers"}, {"trl.trainer.grpo_trainer", "trl_quant.trainers", "vllm"}),
-        "trl_quant.config.before_loading": (
-            {"trl_quant.storage"},
-            {"trl.trainer.grpo_trainer", "trl_quant.trainers", "vllm"},
+        "import trl_quant": ({"trl_quant"}, {"triton", "trl", "vllm"}),
+        "import trl_quant.formats, trl_quant.corrections, trl_quant.noise, trl_quant.models.norms, "
+        "trl_quant.precisions, trl_quant.layers": ({"torch"}, {"transformers", "trl", "trl_quant.kernels", "vllm"}),
+        "import trl_quant.rollout.engine, trl_quant.run_spec": (
+            {"trl_quant.rollout.engine", "trl_quant.run_spec"},
+            {"accelerate", "peft", "transformers", "trl", "trl_quant.config", "trl_quant.rollout.vllm", "vllm"},
         ),
+        "import trl_quant.config": ({"trl", "transformers"}, late),
+        "trl_quant.config.QuantGRPOConfig(output_dir='unused', use_cpu=True, bf16=False, report_to=[], "
+        "rollout_precision='int8', use_vllm=True, vllm_mode='colocate')": ({"trl_quant.config"}, late),
+        "import trl_quant.config.before_loading": ({"trl_quant.storage"}, late),
     }
-    code = "import json, sys\n" + "".join(f"import {names}\nprint(json.dumps(list(sys.modules)))\n" for names in steps)
+    code = "import json, sys\n" + "".join(f"{step}\nprint(json.dumps(list(sys.modules)))\n" for step in steps)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    for (names, (needed, forbidden)), line in zip(steps.items(), done.stdout.splitlines(), strict=True):
+    for (step, (needed, forbidden)), line in zip(steps.items(), done.stdout.splitlines(), strict=True):
         loaded = set(json.loads(line))
-        assert needed <= loaded, f"this test would not see what `import {names}` loads"
-        assert not forbidden & loaded, f"`import {names}` loads {sorted(forbidden & loaded)}"
+        assert needed <= loaded, f"this test would not see what `{step}` loads"
+        assert not forbidden & loaded, f"`{step}` loads {sorted(forbidden & loaded)}"
 
 
 def test_earlier_paths_lead_to_the_same_classes():

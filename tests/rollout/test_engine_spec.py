@@ -1,13 +1,9 @@
 """`EngineSpec`: which engine a configuration means, decided from plain values, and built by everyone alike."""
 
-import json
-import subprocess
-import sys
 from dataclasses import FrozenInstanceError, fields
 from inspect import signature
 
 import pytest
-from places import ROOT
 from training import config, lora, make
 
 from trl_quant import (
@@ -208,14 +204,6 @@ def test_a_trainer_keeps_the_description_that_it_was_built_with(tmp_path):
 def test_a_spec_is_decided_once():
     with pytest.raises(FrozenInstanceError):
         PLAIN.precision = "fp8"
-
-
-def test_a_spec_loads_neither_a_trainer_nor_vllm():
-    code = "import json, sys\nfrom trl_quant.run_spec import EngineSpec\nprint(json.dumps(list(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    loaded = set(json.loads(done.stdout))
-    assert "torch" in loaded
-    assert not loaded & {"vllm", "trl", "transformers", "peft", "trl_quant.rollout.vllm", "trl_quant.config"}
 
 
 @pytest.mark.parametrize("kind", ENGINES)
