@@ -11,7 +11,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -175,9 +175,12 @@ RULES: dict[str, Callable[[str, ast.Module], Found]] = {
 }
 
 
+parsed = cache(ast.parse)
+
+
 def counts(rule: str, sources: dict[str, str]) -> dict[str, int]:
     """How often each file breaks a rule; only the files that do."""
-    found = {path: sum(1 for _ in RULES[rule](path, ast.parse(text))) for path, text in sources.items()}
+    found = {path: sum(1 for _ in RULES[rule](path, parsed(text))) for path, text in sources.items()}
     return {path: count for path, count in sorted(found.items()) if count}
 
 

@@ -8,15 +8,18 @@ from pathlib import Path
 
 import pytest
 from places import ROOT
+from sources import all_sources, nodes
 
 
 def guessable_names(sources: dict[str, str]) -> list[str]:
     """Places where a file gets a name of our choice in the temporary directory that everyone writes to."""
     shared = ("tempfile.gettempdir", "tempfile.mktemp", "gettempdir", "mktemp")
+    calls = re.compile(r"gettempdir|mktemp|/tmp\b")
     return [
         f"{path}:{node.lineno}"
         for path, text in sources.items()
-        for node in ast.walk(ast.parse(text))
+        if calls.search(text)
+        for node in nodes(text)
         if (isinstance(node, ast.Call) and ast.unparse(node.func) in shared)
         or (isinstance(node, ast.Constant) and isinstance(node.value, str) and re.match(r"/(var/)?tmp\b", node.value))
     ]
@@ -24,9 +27,8 @@ def guessable_names(sources: dict[str, str]) -> list[str]:
 
 @pytest.mark.slow
 def test_no_guessable_temporary_names():
-    folders = ("trl_quant", "benchmarks", "examples", "tests")
-    paths = {path for folder in folders for path in (ROOT / folder).rglob("*.py")} - {Path(__file__)}
-    assert not guessable_names({str(path): path.read_text() for path in paths})
+    own = Path(__file__).relative_to(ROOT).as_posix()
+    assert not guessable_names({path: text for path, text in all_sources().items() if path != own})
     made_up = "tempfile.gettempdir()\nPath('/tmp/x')\nmktemp()\ntempfile.mkdtemp()\n'/tmpfile'\nfactory.mktemp('x')"
     assert guessable_names({"a.py": made_up}) == ["a.py:1", "a.py:3", "a.py:2"]
 
