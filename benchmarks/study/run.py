@@ -6,9 +6,10 @@ The study: which correction, in which precision, and when. Many small runs side 
     python benchmarks/study/run.py corrections --table --results benchmarks/results/study
 
 The questions are in `cells.py`. Each run has a directory, `OUTPUT/QUESTION/CELL-seedN`, that `trl-quant report` reads.
-Run it again after an interruption: finished runs are not repeated, nor those that another question made; killed ones
-start over. Runs end with the process that started them, also where it is killed, and a second one in the same OUTPUT is
-refused. A run that fails leaves the others alone, and its output in `output.txt`. On a CPU a run has one thread; on
+Run it again after an interruption: killed runs start over. Those that finished are not repeated, nor those that another
+question made, nor those that `--results` has, as long as their cells have the settings of then. Runs end with the
+process that started them, also where it is killed, and a second one in the same OUTPUT is refused. A run that fails
+leaves the others alone, and its output in `output.txt`. On a CPU a run has one thread; on
 GPUs the runs take turns.
 """
 
@@ -32,7 +33,7 @@ from cell import Cell
 from cells import QUESTIONS
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from table import write
+from table import stored, write
 
 
 ROOT = Path(__file__).parents[2]
@@ -239,6 +240,26 @@ def take_over(jobs: Sequence[Job], output: Path) -> None:
             (job.directory / "settings.json").write_text(json.dumps(job.settings))  # last: it is finished with that
 
 
+def take_stored(question: str, results: Path, output: Path) -> None:
+    """
+    Lays the runs of a file that the table's command wrote into `output`, where they count as finished: a question can
+    be asked on several days. Runs whose cells have other settings now are left out.
+    """
+    if not (path := results / f"{question}.json.xz").is_file():
+        return
+    cells = {cell.name: cell for cell in QUESTIONS[question].cells}
+    for row, group in zip(*stored(path), strict=True):
+        for run, read in zip(row["runs"] if row["name"] in cells else (), group.runs):
+            (job,) = trial_jobs([replace(cells[row["name"]], seed=run["seed"])], output, question)
+            if job.directory.exists() or not row["settings"].items() <= job.settings.items():  # it may have more fields
+                continue
+            job.directory.mkdir(parents=True)
+            (job.directory / "metrics.jsonl").write_text("".join(f"{json.dumps(entry)}\n" for entry in read.history))
+            finished = {name: value for name, value in run.items() if name not in ("seed", "log")}
+            (job.directory / job.done).write_text(json.dumps(finished))
+            (job.directory / "settings.json").write_text(json.dumps(job.settings))  # last: it is finished with that
+
+
 def run_cells(cells: Sequence[Cell], args: argparse.Namespace, console: Console) -> dict[str, str]:
     """Runs what `cells` need and they themselves, as far as they are missing; returns why, by name, of what failed."""
     failures = run(model_jobs(cells, args.output, args.word_problems), args.jobs, console)
@@ -266,7 +287,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--word_problems", metavar="FILE", help="where to read them, if not from the hub")
     parser.add_argument("--output", type=Path, default=Path("runs/study"), help="where everything goes")
     parser.add_argument("--table", action="store_true", help="run nothing, only write the table")
-    parser.add_argument("--results", type=Path, help="directory for table, figure and raw results (default: --output)")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        help="directory for table, figure and raw results (default: --output); runs that it has are not repeated",
+    )
     args = parser.parse_args(argv)
     cells = {cell.name: cell for cell in QUESTIONS[args.question].cells}
     if unknown := set(args.cells or ()) - cells.keys():
@@ -281,6 +306,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.word_problems and not Path(args.word_problems).exists():
         parser.error(f"`--word_problems`: there is no {args.word_problems!r}.")
     console, failures = Console(), {}
+    if args.results is not None and args.steps is None:
+        take_stored(args.question, args.results, args.output)
     if not args.table:
         with alone_in(args.output):
             failures = run_cells(chosen, args, console)

@@ -248,6 +248,32 @@ def test_stored_results_give_the_same_table_and_figure(study):
         assert len(before.collections) == len(after.collections)
 
 
+def test_stored_runs_are_finished_ones(study, tmp_path):
+    """In an output that has none: the table is the same, and only the seeds that are missing are run."""
+    text, results, output = table.write("made up", study, tmp_path), tmp_path, tmp_path / "later"
+    cells = {cell.name: cell for cell in QUESTIONS["made up"].cells}
+    near = [replace(cells["near"], seed=seed) for seed in range(4)]
+    assert not any(job.finished for job in runner.trial_jobs(near, output, "made up"))
+    runner.take_stored("made up", results, output)
+    assert [job.finished for job in runner.trial_jobs(near, output, "made up")] == [True] * 3 + [False]
+    other = [replace(cell, learning_rate=0.5) for cell in near]
+    assert not any(job.finished for job in runner.trial_jobs(other, output, "made up"))
+    before = (tmp_path / "made up.json.xz").read_bytes()
+    assert table.write("made up", output / "made up", tmp_path) == text
+    assert (tmp_path / "made up.json.xz").read_bytes() == before
+
+
+def test_runs_whose_settings_have_changed_are_not_taken(study, tmp_path, monkeypatch):
+    table.write("made up", study, tmp_path)
+    cells = tuple(
+        replace(cell, learning_rate=0.5) if cell.name == "near" else cell for cell in QUESTIONS["made up"].cells
+    )
+    monkeypatch.setitem(QUESTIONS, "made up", Question("Which?", cells))
+    runner.take_stored("made up", tmp_path, tmp_path / "later")
+    found = {path.parent.name.partition("-seed")[0] for path in (tmp_path / "later").glob("*/*/finished.json")}
+    assert found == {"full-precision", "far", "few", "alone"}
+
+
 def test_runs_side_by_side_have_ports_of_their_own(tmp_path):
     command = [sys.executable, "-c", "import os; open('port', 'w').write(os.environ['MASTER_PORT'])"]
     ports = set()
