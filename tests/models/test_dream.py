@@ -9,6 +9,7 @@ import re
 
 import pytest
 import torch
+from long_tests import rest_is_long
 from masked_policy import LENGTH, MASK_ID, policy, tokenizer, trainer, uneven_rows
 from reference_diffusion import denoised, dream_logits, one_step_logps, prefix_held, under_lladas_names
 from safetensors.torch import load_file, save_file
@@ -127,7 +128,7 @@ def test_the_estimate_stands_one_place_before(converted, tmp_path):
     assert made.state.log_history[0]["mismatch/kl_k3"] > 0
 
 
-@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("cached", rest_is_long([False, True], True))
 def test_it_is_denoised_from_one_place_before(converted, cached):
     path, tensors, config = converted
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)

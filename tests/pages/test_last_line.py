@@ -16,7 +16,7 @@ printf 'NVIDIA H100\\nNVIDIA H100\\nNVIDIA H200\\n'
 """
 
 
-@pytest.mark.parametrize("options", rest_is_long([["-n", "2"], []]), ids=["two-processes", "one-process"])
+@pytest.mark.parametrize("options", rest_is_long([["-n", "2"], []], []), ids=["two-processes", "one-process"])
 def test_last_line_has_versions_and_cards_once(tmp_path, options):
     (tmp_path / "test_nothing.py").write_text("def test_nothing(): pass\n")
     tool = tmp_path / "nvidia-smi"

@@ -132,7 +132,9 @@ def path(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("policy"), dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, {"bf16": True}, {"beta": 0.1}])
+@pytest.mark.parametrize(
+    "options", rest_is_long([{}, {"gradient_checkpointing": True}, {"bf16": True}, {"beta": 0.1}], {}, {"bf16": True})
+)
 def test_policy_and_sampler_are_the_same(path, tmp_path, options):
     """Q(W) + BA in both: what is left of the mismatch is that of sums, and merging leaves a thousand times more."""
     trainer = trainer_of(path, tmp_path / "a", **options)

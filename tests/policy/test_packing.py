@@ -119,7 +119,9 @@ def test_every_loss(tmp_path, loss_type):
 
 # Each way in which a correction acts: another proximal policy, weights, clip bounds, weights of a whole batch, dropped
 # sequences, each update
-@pytest.mark.parametrize("correction", ["coupled", "tis", "acr", "ais", "geometric", "dppo"])
+@pytest.mark.parametrize(
+    "correction", rest_is_long(["coupled", "tis", "acr", "ais", "geometric", "dppo"], "acr", "geometric", "dppo")
+)
 def test_every_correction(tmp_path, correction):
     found = both(tmp_path, rollout_precision="int4", is_correction=correction)
     assert worst(found) < 1e-4

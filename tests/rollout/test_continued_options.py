@@ -68,7 +68,7 @@ def continued(engine, options) -> list[bool]:
     return same
 
 
-@pytest.mark.parametrize("name", rest_is_long(RIGHT, "repetition_penalty", "eos_token_id", "bad_words_ids"))
+@pytest.mark.parametrize("name", rest_is_long(RIGHT, "repetition_penalty", "eos_token_id"))
 def test_options_that_act_on_the_rest_as_on_the_whole(engine, name):
     options, others = RIGHT[name], {key: value for key, value in RIGHT[name].items() if key != name}
     assert breaks_when_continued(options) == []

@@ -5,6 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from long_tests import rest_is_long
 from tiny import tiny_model
 from torch import Tensor
 from training import config, dataset, make, metrics
@@ -169,7 +170,9 @@ class Watched(QuantGRPOTrainer):
         return metrics
 
 
-@pytest.mark.parametrize(("shares", "averages"), [(1, True), (2, False)], ids=["averaged", "between"])
+@pytest.mark.parametrize(
+    ("shares", "averages"), rest_is_long([(1, True), (2, False)], (2, False)), ids=["averaged", "between"]
+)
 def test_a_training_that_evaluates_logs_its_own_updates(tmp_path, monkeypatch, shares, averages):
     """
     Since its last generation, whether an evaluation synced between two generations, before the second of them, or

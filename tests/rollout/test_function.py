@@ -99,13 +99,15 @@ def checks(monkeypatch) -> list[dict]:
     "settings",
     [
         *rest_is_long([{"rollout_precision": name} for name in PRECISIONS if PRECISIONS[name].format]),
-        {"bf16": True},
-        {"gradient_checkpointing": True},
+        *rest_is_long([{"bf16": True}, {"gradient_checkpointing": True}]),
         {"rollout_precision": "int8", "train_precision": "int8"},
-        {"rollout_precision": "nvfp4", "train_precision": "nvfp4"},
-        {"noise_schedule": "exponential"},
-        {"peft_config": lora()},
-        {"rollout_precision": "nvfp4", "train_precision": "nvfp4", "peft_config": lora()},
+        *rest_is_long([{"noise_schedule": "exponential"}, {"peft_config": lora()}]),
+        *rest_is_long(
+            [
+                {"rollout_precision": "nvfp4", "train_precision": "nvfp4", "peft_config": lora()},
+                {"rollout_precision": "nvfp4", "train_precision": "nvfp4"},
+            ]
+        ),
     ],
     ids=lambda settings: "-".join(settings),
 )

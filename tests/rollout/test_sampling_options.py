@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from drawing import generated
+from long_tests import rest_is_long
 from tiny import tiny_model, tiny_tokenizer
 from transformers import GenerationConfig
 from transformers.generation.utils import GenerationMixin
@@ -105,7 +106,14 @@ def plain() -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in TRANSFORMERS if name != "forced_bos_token_id"] + ["temperature"])
+@pytest.mark.parametrize(
+    "name",
+    rest_is_long(
+        [name for name in TRANSFORMERS if name != "forced_bos_token_id"] + ["temperature"],
+        *("top_p", "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "min_new_tokens"),
+        *("sequence_bias", "guidance_scale", "temperature"),
+    ),
+)
 def test_each_option_biases_the_ratio_of_the_embedded_engine(name, plain):
     field = name in BOTH
     found = mismatch(sampled(**{name: ACTING[name]}) if field else sampled({name: ACTING[name]}))

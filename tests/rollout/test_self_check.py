@@ -51,7 +51,6 @@ def synced(tmp_path_factory):
     ("lora_sync", "dtype"),
     rest_is_long(
         [(None, torch.bfloat16), (None, torch.float32), ("merge", torch.float32), ("adapter", torch.bfloat16)],
-        *((None, torch.bfloat16), ("adapter", torch.bfloat16)),
     ),
 )
 @pytest.mark.parametrize("precision", rest_is_long(["bf16", "int8", "fp8_block"], "bf16", "int8"))
@@ -246,7 +245,7 @@ def test_a_small_edit_in_the_engine(noised, monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", rest_is_long([NORM, EMBEDDINGS]))
-@pytest.mark.parametrize("data", [False, True], ids=["counted", "data"])
+@pytest.mark.parametrize("data", rest_is_long([False, True], True), ids=["counted", "data"])
 def test_a_small_edit_in_the_policy(noised, monkeypatch, name, data):
     noised.sync()
     param = noised.model.get_parameter(name)
@@ -348,7 +347,10 @@ def test_reload_that_changes_nothing(synced, monkeypatch):
 
 @pytest.mark.parametrize(
     ("precision", "layer"),
-    [("bf16", "mlp.gate_up_proj"), ("int8", "self_attn.o_proj"), ("int8", "post_attention_layernorm")],
+    rest_is_long(
+        [("bf16", "mlp.gate_up_proj"), ("int8", "self_attn.o_proj"), ("int8", "post_attention_layernorm")],
+        *(("bf16", "mlp.gate_up_proj"), ("int8", "self_attn.o_proj")),
+    ),
 )
 def test_zeroed_layer(synced, precision, layer):
     sampler, handles = synced(precision), []
@@ -393,6 +395,7 @@ def test_a_policy_that_is_no_number_is_not_the_engines_fault(synced):
     sampler.check_sync()
 
 
+@pytest.mark.long
 def test_adapter_not_applied(synced):
     sampler = synced(lora_sync="adapter")
 
@@ -406,6 +409,7 @@ def test_adapter_not_applied(synced):
         sampler.check_sync()
 
 
+@pytest.mark.long
 def test_adapter_not_merged(synced, monkeypatch):
     sampler = synced(lora_sync="merge")
     with monkeypatch.context() as patched:

@@ -338,7 +338,14 @@ REBUILT = {
 
 
 @both_engines
-@pytest.mark.parametrize("change", [*FOLLOWED, *REBUILT])
+@pytest.mark.parametrize(
+    "change",
+    rest_is_long(
+        [*FOLLOWED, *REBUILT],
+        *("a new linear layer", "loaded by assignment", "pruned", "through numpy", "layers in another order"),
+        *("an untied head", "rotary frequencies"),
+    ),
+)
 def test_what_users_do(tmp_path, change, settings):
     """The engine is the policy as closely as one that starts on it, which it was not before the change."""
     trainer = trainer_of(tmp_path, tiny_model(seed=3), **settings)

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from drawing import generated
 from embedded import PROMPTS, engine, reference
+from long_tests import rest_is_long
 from made_up_engine import MadeUp
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_model, tiny_tokenizer
@@ -55,7 +56,7 @@ def test_the_cache_is_the_given_one():
         torch.testing.assert_close(torch.tensor(mine), torch.tensor(expected), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", rest_is_long(PRECISIONS, "bf16", "fp8_tensor", "int8", "nvfp4", "nf4"))
 def test_logps_are_those_of_the_quantized_policy(precision):
     policy = tiny_model(seed=1)
     copy = engine(policy, precision)
@@ -95,10 +96,7 @@ def test_mismatch_grows_as_bits_fall():
 @pytest.mark.parametrize(
     "sampling",
     [
-        {"temperature": 0.7},
-        {"top_k": 3},
-        {"top_p": 0.6},
-        {"min_p": 0.2},
+        *rest_is_long([{"min_p": 0.2}, {"temperature": 0.7}, {"top_k": 3}, {"top_p": 0.6}]),
         {"temperature": 1.4, "top_k": 20, "top_p": 0.9},
     ],
 )

@@ -97,6 +97,7 @@ def spoiled(file: Path, chance: random.Random):
         opened.write(end)
 
 
+@pytest.mark.parametrize("run", rest_is_long(RUNS, "grpo"), indirect=True)
 def test_each_flip_and_cut_of_each_file_is_found(run, tmp_path):
     _, path, *_ = run
     checkpoint = shutil.copytree(path / "checkpoint-1", tmp_path / "checkpoint-1")

@@ -21,17 +21,16 @@ INSIDE = {"save_steps": 1, "save_total_limit": None}
 
 @pytest.mark.parametrize(
     ("options", "steps"),
-    [
-        ({"num_iterations": 3}, (1, 2, 4)),
-        pytest.param({"num_iterations": 3, "is_correction": "trm"}, (2,), marks=pytest.mark.long),
-        pytest.param({"steps_per_generation": 2, "per_device_train_batch_size": 4}, (1, 2), marks=pytest.mark.long),
-        ({"steps_per_generation": 2, "per_device_train_batch_size": 4, "is_correction": "dppo"}, (1,)),
-        ({"steps_per_generation": 4, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}, (1,)),
-        pytest.param(
-            *({"num_iterations": 3, "train_precision": "int8", "rollout_precision": None, "peft": True}, (2,)),
-            marks=pytest.mark.long,
-        ),
-    ],
+    rest_is_long(
+        [
+            ({"num_iterations": 3}, (1, 2, 4)),
+            ({"num_iterations": 3, "is_correction": "trm"}, (2,)),
+            ({"steps_per_generation": 2, "per_device_train_batch_size": 4}, (1, 2)),
+            ({"steps_per_generation": 2, "per_device_train_batch_size": 4, "is_correction": "dppo"}, (1,)),
+            ({"steps_per_generation": 4, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}, (1,)),
+            ({"num_iterations": 3, "train_precision": "int8", "rollout_precision": None, "peft": True}, (2,)),
+        ]
+    ),
     ids=["updates", "updates scored in the loss", "parts", "parts scored in the loss", "accumulated", "unified"],
 )
 def test_a_resume_inside_a_generation(tmp_path, options, steps):

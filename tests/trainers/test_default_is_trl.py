@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from long_tests import rest_is_long
 from tiny import save_tiny, tiny_model
 from training import assert_same_run, config, dataset, lora, make, metrics, parameters, spread
 from trl import GRPOConfig, GRPOTrainer
@@ -36,7 +37,8 @@ def model_dir(tmp_path):
     return save_tiny(tmp_path / "model", seed=3)
 
 
-@pytest.mark.parametrize("loss_type", LOSSES)
+# The others differ in what they divide by
+@pytest.mark.parametrize("loss_type", rest_is_long(LOSSES, "luspo", "cispo", "sapo", "vespo"))
 def test_every_loss(tmp_path, loss_type):
     level = {"importance_sampling_level": "sequence"} if loss_type == "luspo" else {}
     theirs = run(GRPOTrainer, config(GRPOConfig, tmp_path / "trl", loss_type=loss_type, **level))
@@ -47,7 +49,10 @@ def test_every_loss(tmp_path, loss_type):
     assert any(not torch.equal(start[name], value) for name, value in parameters(theirs).items())
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(
+    "option",
+    rest_is_long(OPTIONS, "peft", "several_steps_per_generation", "sequence_level", "mixed_precision", "evaluation"),
+)
 def test_every_option(tmp_path, model_dir, option):
     kwargs = {
         "peft": option == "peft",

@@ -86,7 +86,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize(
     "options",
-    rest_is_long(OPTIONS.values(), *(OPTIONS[name] for name in ("embedded", "none", "iterations", "generations"))),
+    rest_is_long(OPTIONS.values(), OPTIONS["embedded"], OPTIONS["generations"]),
     ids=OPTIONS,
 )
 def test_informative_groups_are_left_alone(tmp_path, options):
@@ -169,7 +169,9 @@ def test_rounds_end_with_the_budget(tmp_path, rollout_precision):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, OPTIONS["generations"], {"rollouts_in_flight": 2.5}], ids=["one", "generations", "in flight"]
+    "options",
+    [pytest.param({}, marks=pytest.mark.long), OPTIONS["generations"], {"rollouts_in_flight": 2.5}],
+    ids=["one", "generations", "in flight"],
 )
 def test_killed_and_resumed_equals_unbroken(tmp_path, options):
     kill = []

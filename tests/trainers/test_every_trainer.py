@@ -110,11 +110,11 @@ COMPOSED = {
     },
 }
 
-# One of each kind of loss, of rows, of precision; the others differ from these in a constant or in the trainer
+# One of each kind of rows, of weights, of precision; the others differ from these in a loss, a constant or the trainer
 BRIEFLY = (
-    *(("GRPO", option) for option in ("sapo", "gspo", "iterations", "off_policy_mask", "reference", "mixed_precision")),
-    *(("RLOO", option) for option in ("iterations", "steps_per_generation", "normalized", "padded", "frozen")),
-    *(("distillation", option) for option in ("forward", "eval", "lora")),
+    *(("GRPO", option) for option in ("gspo", "off_policy_mask", "reference")),
+    *(("RLOO", option) for option in ("steps_per_generation", "padded", "frozen")),
+    *(("distillation", option) for option in ("eval", "lora")),
 )
 
 

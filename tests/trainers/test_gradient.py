@@ -20,6 +20,7 @@ import copy
 import pytest
 import torch
 from datasets import Dataset
+from long_tests import rest_is_long
 from tiny import tiny_model, tiny_tokenizer
 from training import config, gradient_of, make
 from trl import GRPOTrainer
@@ -145,7 +146,7 @@ def expected_errors(precision, tokens):
     return errors
 
 
-@pytest.mark.parametrize("precision", ["int4", "nvfp4"])
+@pytest.mark.parametrize("precision", rest_is_long(["int4", "nvfp4"]))
 def test_weights_of_tokens_repair_one_token_and_not_two(precision, record_property):
     one, two = (expected_errors(precision, tokens) for tokens in (1, 2))
     print(f"{precision}: expected relative gradient error of one token {one}, of two {two}")

@@ -101,7 +101,9 @@ def test_killed_and_resumed_equals_unbroken(tmp_path, policy, options):
     assert torch.equal(end.score.weight, whole.critic.model.score.weight.cpu())
 
 
-@pytest.mark.parametrize("options", [{"is_correction": "acr"}, {"vf_share_layers": True}], ids=["own", "shared"])
+@pytest.mark.parametrize(
+    "options", rest_is_long([{"is_correction": "acr"}, {"vf_share_layers": True}]), ids=["own", "shared"]
+)
 def test_a_resume_inside_a_generation(tmp_path, policy, options):
     """The values and returns of its samples go on too. Four updates use a generation."""
     unbroken(tmp_path, policy, num_iterations=2, max_steps=6, save_steps=3, **SHORT, **options)

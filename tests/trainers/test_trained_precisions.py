@@ -4,6 +4,7 @@ from statistics import mean
 
 import pytest
 import torch
+from long_tests import rest_is_long
 from tiny import save_tiny
 from trained import layers_of, mismatches, trainer_of
 from training import assert_same_run, metrics, parameters
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.isa
 each_kind = pytest.mark.parametrize("precision", ["fp8", "nvfp4"])  # unified, QAT
 CASES = [
     *(
-        pytest.param(name, False, id=f"{name}-full", marks=[] if name in ("fp8", "nvfp4") else pytest.mark.long)
+        pytest.param(name, False, id=f"{name}-full", marks=pytest.mark.long)
         for name in [*unified_flows(), *qat_precisions()]
     ),
     pytest.param("fp8_block", True, id="fp8_block-lora"),  # the flow whose codes depend on most of a weight
@@ -47,7 +48,7 @@ def test_trainer_and_sampler_agree(tmp_path, precision, peft):
     assert type(policy.get_output_embeddings()) is torch.nn.Linear
 
 
-@each_kind
+@pytest.mark.parametrize("precision", rest_is_long(["fp8", "nvfp4"], "nvfp4"))
 def test_several_micro_batches_and_checkpointing_change_nothing(tmp_path, precision):
     runs = []
     for checkpoints in (False, True):

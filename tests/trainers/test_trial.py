@@ -88,7 +88,7 @@ def streamed(engine) -> list[tuple]:
     return [(name, tensor.shape, tensor.dtype) for name, tensor in engine.stream()]
 
 
-@pytest.mark.parametrize("name", rest_is_long(RUNS, "adapter", "full"))
+@pytest.mark.parametrize("name", rest_is_long(RUNS, "adapter"))
 def test_the_engine_on_trial_is_the_runs(name, model, tmp_path, monkeypatch):
     """vLLM is asked for one engine by both, with what they sample and sync alike."""
     recorder, trials = Recorder(monkeypatch), []

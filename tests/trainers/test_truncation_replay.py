@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from long_tests import rest_is_long
 from tiny import save_tiny, tiny_model
 from training import (
     assert_same_run,
@@ -95,7 +96,7 @@ def differences(trainer, names=("mismatch/abs_logp_diff", "mismatch/weight_mean"
     return [[log[name] for name in names] for log in metrics(trainer) if names[0] in log]
 
 
-@pytest.mark.parametrize("kind", [QuantGRPOTrainer, QuantRLOOTrainer, QuantPPOTrainer])
+@pytest.mark.parametrize("kind", rest_is_long([QuantGRPOTrainer, QuantRLOOTrainer, QuantPPOTrainer]))
 def test_weights_are_1_and_without_replay_they_are_not(tmp_path, kind, policy):
     for packs in (True, False):
         trainer = alike(tmp_path / f"{packs}", kind, policy, pack_sequences=packs)
@@ -214,10 +215,10 @@ def test_what_was_left_travels_with_its_tokens(tmp_path, road):
 
 
 @pytest.mark.parametrize(
-    "given", [{"num_iterations": 2, "save_steps": 3}, {"rollouts_in_flight": 2.0, "save_steps": 1}]
+    "given", rest_is_long([{"rollouts_in_flight": 2.0, "save_steps": 1}, {"num_iterations": 2, "save_steps": 3}])
 )
 def test_a_resumed_run_scores_over_the_same_tokens(tmp_path, given):
-    """Inside a generation, and with completions in flight."""
+    """With completions in flight, and inside a generation."""
 
     def build(path, kill_at=None):
         settings = given | {"save_strategy": "steps", "max_steps": 5, "train_dataset": dataset(32)}

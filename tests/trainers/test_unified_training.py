@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from long_tests import rest_is_long
 from tiny import save_tiny, tiny_model
 from trained import layers_of, mismatches, trainer_of
 from training import assert_same_run, config, lora, make, metrics, parameters
@@ -61,7 +62,7 @@ class PastTorch(PlainSGD):
     past_torch = True
 
 
-@pytest.mark.parametrize("peft", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("peft", rest_is_long([False, True], True), ids=["full", "lora"])
 def test_weights_that_an_optimizer_writes_past_torch(tmp_path, peft):
     runs = []
     for kind in (PlainSGD, PastTorch):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from distilling import distil, slow_loss, weights_of
+from long_tests import rest_is_long
 from peft import get_peft_model
 from places import ROOT
 from plain import drawn_logps, logits_of
@@ -82,7 +83,7 @@ def test_the_saved_student_is_whole(tmp_path, larger, tied):
     assert metrics(again)[0]["loss"] > 0
 
 
-@pytest.mark.parametrize("precision", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("precision", rest_is_long(["nvfp4", "mxfp4"]))
 def test_a_quantized_teacher_and_a_frozen_student(tmp_path, precision):
     """The decoders are held in 4 bits, and embeddings and heads are cut."""
     student, teacher = saved(tmp_path / "a", "teacher")

@@ -16,6 +16,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from long_tests import rest_is_long
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -203,35 +204,39 @@ def test_a_server_that_does_not_answer_in_time(tmp_path, server, proxy, fault, p
             requests.post(f"{server.url}/{path}").raise_for_status()
 
 
+NOT_WHOLE = [
+    (SAMPLES, broken_off, "did not answer `POST /v1/completions`: "),
+    (SAMPLES, half, "answered `POST /v1/completions` with incomplete or invalid JSON: '{"),
+    (SAMPLES, page, "with incomplete or invalid JSON: '<html>It works!"),
+    (SAMPLES, error, "500 error responses"),
+    (SAMPLES, without("choices"), "not as `vllm serve` does (KeyError: 'choices')"),
+    (
+        SAMPLES,
+        changed(lambda c: c["choices"].pop()),
+        "7 completions were returned, and 8 were asked for",
+    ),
+    (SAMPLES, changed(lambda c: c["choices"].clear()), "(IndexError"),
+    (SAMPLES, changed(lambda c: c["choices"].reverse()), "they complete other prompts"),
+    (SAMPLES, changed(lambda c: c["choices"][3]["token_ids"].clear()), "completion 3 has no token"),
+    (
+        SAMPLES,
+        changed(lambda c: c["choices"][3]["token_ids"].pop()),
+        "completions and log-probabilities have different lengths",
+    ),
+    (
+        SAMPLES,
+        changed(lambda c: [choice.update(logprobs=None) for choice in c["choices"]]),
+        "they have no log-probabilities",
+    ),
+    (SAMPLES, changed(lambda c: c["choices"][3].update(finish_reason="abort")), "(finish_reason 'abort')"),
+    (WORKERS, without("results"), "answered a call of `set_sync_token`, but not as `vllm serve` does"),
+]
+
+
 @pytest.mark.parametrize(
     ("path", "fault", "words"),
-    [
-        (SAMPLES, broken_off, "did not answer `POST /v1/completions`: "),
-        (SAMPLES, half, "answered `POST /v1/completions` with incomplete or invalid JSON: '{"),
-        (SAMPLES, page, "with incomplete or invalid JSON: '<html>It works!"),
-        (SAMPLES, error, "500 error responses"),
-        (SAMPLES, without("choices"), "not as `vllm serve` does (KeyError: 'choices')"),
-        (
-            SAMPLES,
-            changed(lambda c: c["choices"].pop()),
-            "7 completions were returned, and 8 were asked for",
-        ),
-        (SAMPLES, changed(lambda c: c["choices"].clear()), "(IndexError"),
-        (SAMPLES, changed(lambda c: c["choices"].reverse()), "they complete other prompts"),
-        (SAMPLES, changed(lambda c: c["choices"][3]["token_ids"].clear()), "completion 3 has no token"),
-        (
-            SAMPLES,
-            changed(lambda c: c["choices"][3]["token_ids"].pop()),
-            "completions and log-probabilities have different lengths",
-        ),
-        (
-            SAMPLES,
-            changed(lambda c: [choice.update(logprobs=None) for choice in c["choices"]]),
-            "they have no log-probabilities",
-        ),
-        (SAMPLES, changed(lambda c: c["choices"][3].update(finish_reason="abort")), "(finish_reason 'abort')"),
-        (WORKERS, without("results"), "answered a call of `set_sync_token`, but not as `vllm serve` does"),
-    ],
+    # One of each kind: no answer, no JSON, wrong numbers of completions, orders and lengths, a call of workers
+    rest_is_long(NOT_WHOLE, NOT_WHOLE[0], *NOT_WHOLE[1::2], NOT_WHOLE[-1]),
 )
 def test_answers_that_are_not_whole(tmp_path, server, proxy, monkeypatch, path, fault, words):
     monkeypatch.setattr(Retry, "get_backoff_time", lambda self: 0.0)  # TRL asks again after 4 and after 8 seconds

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from long_tests import rest_is_long
 from tiny import save_tiny
 from training import config, make
 
@@ -15,7 +16,7 @@ from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 pytestmark = pytest.mark.vllm
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", rest_is_long([1, 2], 2))
 def test_a_check_between_generations_ends_asleep(tmp_path, monkeypatch, level):
     """Else the engine would hold its memory during the optimizer's steps."""
     model = save_tiny(tmp_path / "model", dtype=torch.bfloat16)

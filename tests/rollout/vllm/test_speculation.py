@@ -69,7 +69,7 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(params=SETTINGS)
+@pytest.fixture(params=rest_is_long(SETTINGS))
 def settings(request, sampler, monkeypatch):
     monkeypatch.setattr(sampler, "settings", replace(sampler.settings, **SETTINGS[request.param]))
     return sampler.settings

@@ -156,7 +156,7 @@ def test_the_best_weights_are_sampled_from(tmp_path, monkeypatch, peft):
     assert found["follows"] < 0.3 * found["by step"]
 
 
-@pytest.mark.parametrize("tuning", ["full", "merge", "adapter"])
+@pytest.mark.parametrize("tuning", rest_is_long(["full", "merge", "adapter"], "merge"))
 @pytest.mark.parametrize("data", rest_is_long([True, False]), ids=["data", "counted"])
 def test_a_policy_trained_as_sampled(tmp_path, data, tuning):
     """Its layers' codes are new after an edit, and vLLM's: bit for bit those of an engine started on the weights."""

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from long_tests import rest_is_long
 from tiny import save_tiny_vision
 from transformers import AutoProcessor, Blip2ForConditionalGeneration
 
@@ -45,7 +46,7 @@ def methods(llm) -> dict[str, str]:
     return llm.apply_model(named)[0]
 
 
-@pytest.mark.parametrize("precision", ["fp8_block", "int8", "bf16"])
+@pytest.mark.parametrize("precision", rest_is_long(["fp8_block", "int8", "bf16"], "fp8_block", "int8"))
 def test_the_language_model_alone_is_quantized(tmp_path, model, precision):
     """From the start on and after syncs, which reach the language model and the tower."""
     sampler = engine(model, precision, max_model_length=256)

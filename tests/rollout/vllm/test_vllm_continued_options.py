@@ -62,7 +62,7 @@ def continued(sampler, options) -> list[bool]:
     return [ids == all_ids[cut:] for ids, all_ids, cut in zip(rest, whole, cuts, strict=True)]
 
 
-@pytest.mark.parametrize("name", rest_is_long(RIGHT, "repetition_penalty", "min_tokens"))
+@pytest.mark.parametrize("name", rest_is_long(RIGHT, "min_tokens"))
 def test_options_that_act_on_the_rest_as_on_the_whole(sampler, name):
     options, others = RIGHT[name], {key: value for key, value in RIGHT[name].items() if key != name}
     assert breaks_when_continued(options) == []

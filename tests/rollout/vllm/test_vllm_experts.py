@@ -60,6 +60,7 @@ def fault_of(sampler) -> str:
     return str(error.value)
 
 
+@pytest.mark.parametrize("sampler", rest_is_long(MIXTURES, "glm4_moe"), indirect=True)
 def test_three_syncs_leave_the_bits_of_a_fresh_engine(sampler, tmp_path):
     seen = []
     for seed in range(3):
@@ -127,6 +128,7 @@ def test_a_router_of_other_bits_is_found(sampler, tampered, gate):
     assert gate in sampler.differing_weight()
 
 
+@pytest.mark.parametrize("sampler", rest_is_long(MIXTURES, "glm4_moe"), indirect=True)
 def test_exchanged_experts_are_far_outside_of_the_bound(sampler, tampered):
     def turned(tensors):
         changed = dict(tensors)

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from long_tests import rest_is_long
 from peft import LoraConfig, get_peft_model
 from tampering import sync_changed
 from tiny import save_tiny, tiny_model, tiny_tokenizer
@@ -80,7 +81,7 @@ def test_vllm_reads_what_prepare_writes(sampler, tmp_path):
     assert greedy(started) == greedy(sampler.llm)
 
 
-@pytest.mark.parametrize(("family", "precision"), [("qwen3_next", "bf16"), ("falcon_h1", "int8")])
+@pytest.mark.parametrize(("family", "precision"), rest_is_long([("falcon_h1", "int8"), ("qwen3_next", "bf16")]))
 def test_other_hybrids(family, precision, tmp_path):
     model = policy(tmp_path / "model", family=family, tied=False)
     options = UNCACHED.get(family, {})
@@ -94,7 +95,7 @@ def test_a_merged_adapter(tmp_path):
     assert_live_is_fresh(engine(model, "bf16", lora_sync="merge"), model, "bf16", tmp_path, 3)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1"])
+@pytest.mark.parametrize("family", rest_is_long(["qwen3_5_text", "falcon_h1"]))
 def test_an_adapter_beside_its_base(family, tmp_path):
     """The buffers of vLLM's joined layers hold the adapter of each part, and the engine computes with them."""
     torch.manual_seed(1)

@@ -60,6 +60,7 @@ def tampered(sampler):
     sampler.check_sync()
 
 
+@pytest.mark.parametrize("sampler", rest_is_long(MIXTURES, "qwen3_moe"), indirect=True)
 def test_two_syncs_leave_the_bits_of_a_fresh_engine(sampler, tmp_path):
     seen = []
     for seed in range(2):

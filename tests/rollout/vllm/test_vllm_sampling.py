@@ -79,7 +79,9 @@ def test_what_truncation_left_comes_with_its_tokens(sampler, monkeypatch, lean):
     assert [left.tolist() for left in left_by(several)] == [[5, 6], [7], [8, 9]]
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(
+    "option", rest_is_long(OPTIONS, "truncated", "stop_token_ids", "ends with a block", "penalties", "seeds, truncated")
+)
 def test_the_samples_are_vllms(sampler, option):
     """Lean sampling has vLLM's ids and log-probabilities, and leaves the same blocks in the prefix cache."""
     kwargs = OPTIONS[option]
