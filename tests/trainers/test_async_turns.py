@@ -12,6 +12,7 @@ import time
 
 import numpy as np
 import pytest
+import reference
 import torch
 from asynchronous import asynchronous, gradient_of_batch, logps_of, noted
 from conversing import (
@@ -149,6 +150,40 @@ def copies(samples, mask=None) -> list:
         if mask is not None:
             sample.completion_mask = np.maximum(sample.completion_mask, mask)
     return found
+
+
+@pytest.mark.parametrize("thought", ["", THOUGHT], ids=["one row", "forks"])
+def test_each_turn_has_a_mismatch_of_its_own(tmp_path, thought):
+    """Against slow loops over whole conversations, also where each turn is a row of its own."""
+    calls = 'add({"a": 1, "b": 2})', 'add({"a": 4, "b": 3})'
+    trainer = speaking(tmp_path, tools=[add], fork_threshold_tokens=1)
+    Chosen(trainer, lambda turns: (*(thought + call for call in calls), ANSWER)[turns])
+    begun(trainer)
+    samples = taken(trainer, 12 if thought else 4)
+    learner = asynchronous(tmp_path, samples, is_correction="tis", per_device_train_batch_size=len(samples))
+    learner.model_version = 1
+    spread = np.random.default_rng(0)
+    for sample in samples:
+        sample.old_log_probs += 0.3 * spread.normal(size=len(sample.turns)) * sample.turns
+    gradient_of_batch(learner, next(iter(learner.get_train_dataloader())))
+
+    # Each conversation's trained tokens, and a masked one between two turns
+    logps, rows = logps_of(learner, samples), {}
+    lengths = [len(by_hand((said + END, 0))[0]) for said in (*(thought + call for call in calls), ANSWER)]
+    for i, (sample, of_sample) in enumerate(zip(samples, logps, strict=True)):
+        sampled = torch.tensor(sample.old_log_probs[sample.completion_mask > 0])
+        conversation = i // (len(samples) // 4)
+        rows.setdefault(conversation, []).append(torch.stack([of_sample.detach(), sampled]))
+    gap = torch.zeros(2, 1)
+    parts = [torch.cat(of_one, 1).split(lengths, 1) for of_one in rows.values()]
+    old, sampled = torch.stack([torch.cat([a, gap, b, gap, c], 1) for a, b, c in parts], 1)
+    is_said = [1] * lengths[0] + [0] + [1] * lengths[1] + [0] + [1] * lengths[2]
+    expected = reference.diagnostics(sampled, old, torch.tensor([is_said] * 4), 2.0)
+    logged = {name: values for name, values in learner._metrics["train"].items() if "by_turn" in name}
+    assert [*logged] == ["mismatch/by_turn/1", "mismatch/by_turn/2", "mismatch/by_turn/3-4"]
+    for name in (*logged, "mismatch/kl_k3"):
+        assert learner._metrics["train"][name] == [pytest.approx(expected[name], rel=1e-3)], name
+    assert min(abs(values[0] / expected["mismatch/kl_k3"] - 1) for values in logged.values()) > 0.05
 
 
 # Limits
