@@ -71,7 +71,9 @@ def test_the_sync_counts(bf16, nvfp4, length, chosen, monkeypatch, capsys):
     no_kernel = f"RuntimeError: no kernel{' at all' * 20}"
     speeds = {"bf16": bf16, "nvfp4": nvfp4, "int4": no_kernel}
     monkeypatch.setattr(choice, "measure", lambda trial, precision: speeds[precision])
-    run = Trial("model", torch.float32, torch.float32, {}, True, {"max_num_seqs": 8, "max_completion_length": length})
+    run = Trial(
+        "model", torch.float32, torch.float32, {}, None, True, {"max_num_seqs": 8, "max_completion_length": length}
+    )
     found = choice.choose(dict.fromkeys(speeds, run) | {"int8": "not for this run"}, ["reading prompts", "waking up"])
     assert found.precision == chosen and found.measured == speeds | {"int8": "not for this run"}
 
@@ -90,7 +92,7 @@ def test_the_sync_counts(bf16, nvfp4, length, chosen, monkeypatch, capsys):
 
 def test_the_length_of_completions():
     """`max_tokens` among the arguments of generation takes the place of `max_completion_length` in TRL."""
-    of = partial(Trial, "model", torch.float32, torch.float32, {}, True)
+    of = partial(Trial, "model", torch.float32, torch.float32, {}, None, True)
     assert of({"max_completion_length": 8}).length == 8
     assert of({"max_completion_length": 8, "generation_kwargs": {"max_tokens": 4}}).length == 4
 

@@ -54,7 +54,7 @@ def types(sampler) -> set[torch.dtype]:
     return sampler.llm.apply_model(found)[0]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8_block", "int8"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "fp8_block", "int8", "nvfp4"])
 @pytest.mark.parametrize("family", READERS)
 def test_live_equals_fresh_with_images(family, precision, tmp_path):
     """Three syncs, each after a sleep that discards the weights; then an engine that starts on the last ones."""

@@ -37,6 +37,7 @@ FOREIGN = {
     "torch/utils/_python_dispatch.py": "_python_dispatch",
     "accelerate/commands/launch.py": "_validate_launch_command",
     "transformers/configuration_utils.py": "_attn_implementation _commit_hash",
+    "transformers/core_model_loading.py": "_weight_conversions",
     "transformers/generation/utils.py": "_get_logits_processor",
     "transformers/modeling_utils.py": "_keys_to_ignore_on_load_unexpected _no_split_modules _supports_sdpa",
     "transformers/training_args.py": "_VALID_DICT_FIELDS",

@@ -7,11 +7,14 @@ import json
 
 import pytest
 import torch
+from long_tests import rest_is_long
+from readers import READERS, reader
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from trl_quant.formats import FORMATS, fake_quantize_activation, global_scale, quantize
 from trl_quant.models.linears import fused_layer, is_quantizable
+from trl_quant.storage.experts import NamesOnDisk
 from trl_quant.storage.layout import (
     checkpoint_stream,
     checkpoint_tensors,
@@ -323,3 +326,28 @@ def test_vllm_accepts_the_config(name):
     scheme = FORMATS[name].scheme.weights
     assert (weights.num_bits, weights.type) == (scheme["num_bits"], scheme["type"])
     assert config.ignore == ["lm_head"]
+
+
+@pytest.mark.parametrize("family", rest_is_long(READERS, "qwen3_5"))
+def test_a_stream_in_nvfp4_leaves_what_sees_images(family, tmp_path):
+    """The text's linear layers alone have codes, with one global scale where an engine joins them."""
+    policy, _ = reader(family)
+    text = {name for name, layer in policy.model.language_model.named_modules() if isinstance(layer, nn.Linear)}
+    text = {f"model.language_model.{name}" for name in text if not name.endswith(("in_proj_a", "in_proj_b"))}
+    names, state = NamesOnDisk(policy), policy.state_dict()
+
+    def coded(ignore) -> set[str]:
+        stream = checkpoint_stream(state.items(), "nvfp4", ignore)
+        return {name.removesuffix(".weight_packed") for name, _ in stream if name.endswith(".weight_packed")}
+
+    assert coded(names.kept()) == text and {name for name in coded(["lm_head"]) if "vis" in name}
+    sent = dict(names.stream(checkpoint_stream(state.items(), "nvfp4", names.kept())))
+    policy.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    plain = {name: tensor for name, tensor in saved.items() if f"{name}_packed" not in sent}
+    assert len(saved) == len(plain) + len(text)
+    assert_same_tensors(plain, {name: sent[name] for name in plain})
+
+    leaves = ("in_proj_qkv", "in_proj_z", "out_proj") if family == "qwen3_5" else ("q_proj", "k_proj", "o_proj")
+    scales = [next(t for n, t in sent.items() if n.endswith(f"{leaf}.weight_global_scale")) for leaf in leaves]
+    assert torch.equal(scales[0], scales[1]) and not torch.equal(scales[0], scales[2])

@@ -1,195 +1,42 @@
 """
-Tools and environments beside an asynchronous training.
+Tools beside an asynchronous training.
 
-An engine whose texts are chosen stands in for a policy that calls tools: it scores them with its own copy. What comes
-out is compared with the tokens of a conversation written by hand, with the policy's own forward pass at each version,
-and with TRL's worker on the same turns.
+The tokens are compared with those of a conversation written by hand and with TRL's worker on the same turns, their
+log-probabilities with the policy's own forward pass at each version.
 """
 
 import asyncio
 import copy
-import json
-import queue
-import re
 import threading
 import time
 
 import numpy as np
 import pytest
+import reference
 import torch
 from asynchronous import asynchronous, gradient_of_batch, logps_of, noted
-from datasets import Dataset
+from conversing import (
+    ANSWER,
+    ASKS,
+    CALL,
+    END,
+    LIMIT,
+    OPEN,
+    Chosen,
+    add,
+    begun,
+    by_hand,
+    fails,
+    logged,
+    moved,
+    reading_tokenizer,
+    same_rows,
+    speaking,
+    taken,
+    trls,
+)
 from tiny import tiny_tokenizer
-from trl.experimental.async_grpo.async_rollout_worker import _AsyncRolloutLoop
 from turns import calling_tokenizer, conversations, note
-
-from trl_quant.rollout.engine import Samples
-
-
-END, OPEN, ASKS = (
-    "<|im_end|>",
-    "<|im_start|>assistant\n",
-    "<|im_start|>user\nHow much?<|im_end|>\n<|im_start|>assistant\n",
-)
-CALL, ANSWER = 'add({"a": 1, "b": 2})', "It is 3."
-# A call stands in a message as the model writes it. Thoughts are shown in the last message alone, if at all
-TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{% if message['tool_calls'] %}{% for call in message['tool_calls'] %}{{ call['function']['name'] }}"
-    "({{ call['function']['arguments'] | tojson }}){% endfor %}{% endif %}"
-    "{{ message['content'] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-FAST = {"per_device_train_batch_size": 4, "max_inflight_tasks": 4, "max_completion_length": 400, "max_staleness": 9}
-FAST |= {"rollout_precision": "bf16"}
-LIMIT = 30.0  # seconds for what must happen
-
-
-def add(a: int, b: int) -> int:
-    """
-    Adds two numbers.
-
-    Args:
-        a: The first one.
-        b: The second one.
-    """
-    return a + b
-
-
-def reading_tokenizer():
-    """A tokenizer that reads `name(arguments)`, also several of them, after a thought in parentheses, as calls."""
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template, tokenizer.response_schema = TEMPLATE, {}
-
-    def parse_response(ids, **given):
-        text = re.sub(r"^\(.*\) ", "", tokenizer.decode(ids, skip_special_tokens=True))
-        found = re.findall(r"(\w+)\((\{.*?\})\)", text)
-        calls = [{"type": "function", "function": {"name": n, "arguments": json.loads(a)}} for n, a in found]
-        message = {"role": "assistant", "content": "" if calls else text}
-        return message | ({"tool_calls": calls} if calls else {})
-
-    tokenizer.parse_response = parse_response
-    return tokenizer
-
-
-def by_index(completions, **columns) -> list[float]:
-    return [float(i) for i in range(len(completions))]
-
-
-def asking(n: int = 8, **columns) -> Dataset:
-    return Dataset.from_dict({"prompt": [[{"role": "user", "content": "How much?"}]] * n} | columns)
-
-
-def speaking(path, rewards=by_index, **given):
-    """A trainer whose completions have turns."""
-    options = {"data": asking(), "processing_class": reading_tokenizer()} | given
-    return asynchronous(path, rewards=rewards, **FAST | options)
-
-
-class Chosen:
-    """
-    Replaces what an engine draws: `reply` maps the number of turns so far, from 0, to the text of the next.
-
-    Attributes:
-        holds (`int`): The number of the draw that goes on, after two tokens, until it must end; from 0.
-        held (`threading.Event`): Set while it does.
-        requests (`list`): All requests.
-    """
-
-    def __init__(self, trainer, reply, holds=-1):
-        self.engine, self.reply, self.holds = trainer.sampling_thread.engine, reply, holds
-        self.held, self.draws, self.requests = threading.Event(), 0, []
-        self.engine.sample = self.sample
-
-    def sample(self, requests, enough=None):
-        tokenizer, rows = self.engine.tokenizer, []
-        for request in requests:
-            before, _, part = tokenizer.decode(request.given).rpartition(OPEN)
-            rest = (self.reply(before.count(OPEN)) + END)[len(part) :]
-            rows.append(tokenizer(rest)["input_ids"][: self.most - len(request.sampled)])
-        ended = [True] * len(rows)
-        if self.draws == self.holds:
-            rows, ended = [row[:2] for row in rows], [False] * len(rows)
-            self.held.set()
-            while not enough(ended):
-                time.sleep(0.001)
-        self.draws += 1
-        self.requests += requests
-        scored = self.engine.score([[*request.given, *row] for request, row in zip(requests, rows, strict=True)])
-        return Samples(rows, [logps[-len(row) :] for logps, row in zip(scored, rows, strict=True)], ended)
-
-    @property
-    def most(self) -> int:
-        return self.engine.settings.most_tokens
-
-
-def begun(trainer) -> dict[int, dict]:
-    """Starts the thread, and returns the weights of its version."""
-    trainer.state.max_steps = 1
-    trainer.model.train()
-    trainer._sync_weight()
-    trainer.sampling_thread.start()
-    return {1: copy.deepcopy(trainer.model.state_dict())}
-
-
-def moved(trainer, weights) -> None:
-    """Syncs other weights, and adds them to `weights`."""
-    for param in trainer.model.parameters():
-        param.data.add_(0.05 * torch.randn_like(param))
-    trainer._sync_weight()
-    weights[trainer.model_version] = copy.deepcopy(trainer.model.state_dict())
-
-
-def taken(trainer, count: int = 4) -> list:
-    """The first samples of the thread, which ends."""
-    found, thread = [], trainer.sampling_thread
-    while len(found) < count:
-        try:
-            found.append(thread.rollout_buffer.get(timeout=0.1))
-        except queue.Empty:
-            thread.check_health(60)
-    thread.stop()
-    return found
-
-
-def logged(trainer) -> dict[str, list]:
-    found = {}
-    while not trainer.sampling_thread.metrics_queue.empty():
-        for name, value in trainer.sampling_thread.metrics_queue.get().items():
-            found.setdefault(name, []).append(value)
-    return found
-
-
-def by_hand(*pieces: tuple[str, int]) -> tuple[list[int], list[int]]:
-    """The tokens of pieces of text, and of each token the number that stands beside its piece."""
-    tokenizer = tiny_tokenizer()
-    ids = [(token, number) for text, number in pieces for token in tokenizer(text)["input_ids"]]
-    return [token for token, _ in ids], [number for _, number in ids]
-
-
-def trls(tokenizer, replies: list[str], **given):
-    """The rows that TRL's own worker makes of a conversation with the tool [`add`], and its messages."""
-    turns = iter(replies)
-
-    class Replayed(_AsyncRolloutLoop):
-        async def _generate_one_turn(self, prompt_ids):
-            ids = tokenizer(next(turns) + END)["input_ids"]
-            return ids, [-1.0] * len(ids)
-
-    unused = ("rollout_buffer", "model_version_value", "heartbeat_value", "failed_event", "exception_info_queue")
-    given |= dict.fromkeys(unused) | {"model_name": "", "dataset": [], "reward_funcs": [by_index], "tools": [add]}
-    loop = Replayed(processing_class=tokenizer, eos_token_ids=[257], metrics_queue=queue.Queue(), **given)
-    prompt = asking(1)[0]["prompt"]
-    completion, _, rows, *_ = asyncio.run(loop._generate_one(prompt, tool_dict={"add": add}, tools=[add]))
-    loop._loop.close()
-    return rows, completion
-
-
-def same_rows(samples, rows) -> bool:
-    pairs = list(zip(samples, rows, strict=True))
-    return all(
-        sample.input_ids.tolist() == row.input_ids and sample.completion_mask.tolist() == row.completion_mask
-        for sample, row in pairs
-    )
 
 
 # Tokens, masks, versions, log-probabilities
@@ -305,6 +152,40 @@ def copies(samples, mask=None) -> list:
     return found
 
 
+@pytest.mark.parametrize("thought", ["", THOUGHT], ids=["one row", "forks"])
+def test_each_turn_has_a_mismatch_of_its_own(tmp_path, thought):
+    """Against slow loops over whole conversations, also where each turn is a row of its own."""
+    calls = 'add({"a": 1, "b": 2})', 'add({"a": 4, "b": 3})'
+    trainer = speaking(tmp_path, tools=[add], fork_threshold_tokens=1)
+    Chosen(trainer, lambda turns: (*(thought + call for call in calls), ANSWER)[turns])
+    begun(trainer)
+    samples = taken(trainer, 12 if thought else 4)
+    learner = asynchronous(tmp_path, samples, is_correction="tis", per_device_train_batch_size=len(samples))
+    learner.model_version = 1
+    spread = np.random.default_rng(0)
+    for sample in samples:
+        sample.old_log_probs += 0.3 * spread.normal(size=len(sample.turns)) * sample.turns
+    gradient_of_batch(learner, next(iter(learner.get_train_dataloader())))
+
+    # Each conversation's trained tokens, and a masked one between two turns
+    logps, rows = logps_of(learner, samples), {}
+    lengths = [len(by_hand((said + END, 0))[0]) for said in (*(thought + call for call in calls), ANSWER)]
+    for i, (sample, of_sample) in enumerate(zip(samples, logps, strict=True)):
+        sampled = torch.tensor(sample.old_log_probs[sample.completion_mask > 0])
+        conversation = i // (len(samples) // 4)
+        rows.setdefault(conversation, []).append(torch.stack([of_sample.detach(), sampled]))
+    gap = torch.zeros(2, 1)
+    parts = [torch.cat(of_one, 1).split(lengths, 1) for of_one in rows.values()]
+    old, sampled = torch.stack([torch.cat([a, gap, b, gap, c], 1) for a, b, c in parts], 1)
+    is_said = [1] * lengths[0] + [0] + [1] * lengths[1] + [0] + [1] * lengths[2]
+    expected = reference.diagnostics(sampled, old, torch.tensor([is_said] * 4), 2.0)
+    logged = {name: values for name, values in learner._metrics["train"].items() if "by_turn" in name}
+    assert [*logged] == ["mismatch/by_turn/1", "mismatch/by_turn/2", "mismatch/by_turn/3-4"]
+    for name in (*logged, "mismatch/kl_k3"):
+        assert learner._metrics["train"][name] == [pytest.approx(expected[name], rel=1e-3)], name
+    assert min(abs(values[0] / expected["mismatch/kl_k3"] - 1) for values in logged.values()) > 0.05
+
+
 # Limits
 
 
@@ -380,137 +261,10 @@ def unawaited() -> int:
     return (i for i in ())
 
 
-@pytest.mark.parametrize("fault", ["tool", "reset", "get_reward"])
-def test_faults_that_end_a_run(tmp_path, fault):
-    given = {"tools": [unawaited]}
-    if fault != "tool":
-        broken_shop = type("Shop", (Shop,), {fault: lambda self, **row: float("inf")})
-        given = {"environment_factory": broken_shop, "data": asking(8, customer=[1] * 8)}
-    trainer = speaking(tmp_path, **given)
+def test_a_tool_that_nobody_runs_ends_the_run(tmp_path):
+    trainer = speaking(tmp_path, tools=[unawaited])
     Chosen(trainer, lambda turns: ("unawaited({})", ANSWER)[turns])
-    says = {"tool": "nobody runs", "reset": r"`Shop\.reset`, at step 0, returned a float", "get_reward": "returned inf"}
-    begun(trainer)
-    with pytest.raises(RuntimeError, match=says[fault]):
-        while True:
-            trainer.sampling_thread.check_health(LIMIT)
-            time.sleep(0.01)
-    trainer.sampling_thread.stop()
-
-
-# Environments
-
-
-class Shop:
-    """Sells apples, and counts those of one conversation."""
-
-    made: list = []
-
-    def __init__(self):
-        self.resets, self.sold = [], None
-        type(self).made.append(self)
-
-    def reset(self, **row) -> str:
-        self.resets.append(row)
-        self.sold = 0
-        return f" You are customer {row['customer']}."
-
-    def buy(self, count: int) -> int:
-        """
-        Buys apples.
-
-        Args:
-            count: How many.
-        """
-        self.sold += count
-        return self.sold
-
-    async def get_reward(self) -> float:
-        return float(self.sold)
-
-
-class Bank(Shop):
-    """Gives no reward."""
-
-    made: list = []
-    get_reward = None
-
-    def pay(self) -> str:
-        """Pays."""
-        return "paid"
-
-
-BUY = 'buy({"count": 2})'
-
-
-def test_environments(tmp_path):
-    """Each conversation has one, chosen by its row; with its tools, its first words and its reward."""
-    Shop.made, Bank.made = [], []
-    seen = []
-
-    def reward(prompts, completions, environment, customer, completion_ids):
-        seen.append((prompts, environment, customer, completion_ids))
-        return [0.5] * len(prompts)
-
-    data = asking(2, environment=["shop", "bank"], customer=[7, 8])
-    settings = {"tools": [add], "environment_factory": {"shop": Shop, "bank": Bank}, "max_inflight_tasks": 8}
-    trainer = speaking(tmp_path, reward, data=data, per_device_train_batch_size=8, **settings)
-    chosen = Chosen(trainer, lambda turns: (BUY, BUY, ANSWER)[turns])
-    begun(trainer)
-    samples = taken(trainer, 8)
-    by_kind = {kind: [s for s in samples if s.group_id == place] for place, kind in enumerate((Shop, Bank))}
-    assert [len(of_one) for of_one in by_kind.values()] == [4, 4]
-    for (kind, of_one), customer, name in zip(by_kind.items(), (7, 8), ("shop", "bank"), strict=True):
-        content = f"How much? You are customer {customer}."
-        assert of_one[0].prompt == [{"role": "user", "content": content}]
-        assert (
-            of_one[0].input_ids.tolist()[: len(content)]
-            == by_hand((ASKS.replace("How much?", content), 0))[0][: len(content)]
-        )
-        told = [message["content"] for message in of_one[0].completion if message["role"] == "tool"]
-        assert told == ["2", "4"]
-        own = {"rewards/Shop": 4.0} if kind is Shop else {}
-        assert {k: v for k, v in of_one[0].metrics.items() if k.startswith("rewards/") and v == v} == own | {
-            "rewards/reward": 0.5
-        }
-        prompts, environment, customers, ids = next(one for one in seen if one[1][0] == name)
-        assert prompts == [of_one[0].prompt] * 4 and customers == [customer] * 4 and environment == [name] * 4
-        trained = of_one[0].completion_mask > 0
-        assert ids[0] == of_one[0].input_ids[trained].tolist()
-        assert all(row == {"prompt": asking(1)[0]["prompt"], "customer": customer} for row in kind.made[0].resets)
-    assert len(Shop.made) == len(Bank.made) == 4  # the first is asked for its methods before a conversation begins
-    assert "get_reward" not in chosen.engine.tokenizer.decode(chosen.requests[0].prompt)
-
-
-def test_a_conversation_that_became_too_old_starts_again(tmp_path):
-    """While its tool runs. The environment is reset, and what the first one bought is forgotten."""
-    Shop.made, is_called, may_return = [], threading.Event(), threading.Event()
-
-    class Slow(Shop):
-        def buy(self, count: int) -> int:
-            """
-            Buys apples.
-
-            Args:
-                count: How many.
-            """
-            is_called.set()
-            assert may_return.wait(LIMIT)
-            return super().buy(count)
-
-    trainer = speaking(tmp_path, None, environment_factory=Slow, data=asking(8, customer=[1] * 8), max_staleness=0)
-    Chosen(trainer, lambda turns: (BUY, ANSWER)[turns])
-    weights = begun(trainer)
-    assert is_called.wait(LIMIT)
-    moved(trainer, weights)
-    may_return.set()
-    samples = taken(trainer)
-    for sample in samples:
-        assert set(sample.versions[sample.completion_mask > 0]) == {2}
-        assert sample.metrics["rewards/Slow"] == sample.metrics["reward"] == 2
-    metrics = logged(trainer)
-    assert metrics["rollouts/dropped_total"] == [4.0]
-    assert metrics["rollouts/dropped_length"] == [(4 * len(by_hand((BUY + END, 1))[0]), 4)]
-    assert sum(len(environment.resets) for environment in Slow.made) >= 8
+    fails(trainer, "nobody runs")
 
 
 # Whole runs

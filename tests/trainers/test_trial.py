@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,10 @@ import torch
 import warm
 from accelerate import Accelerator
 from long_tests import rest_is_long
+from peft import get_peft_model
 from places import ROOT
+from readers import load_reader, save_reader
+from safetensors.torch import load_file
 from tiny import save_tiny, tiny_tokenizer
 from training import config, lora, make
 from transformers import AutoModelForCausalLM
@@ -30,6 +34,8 @@ from vllm_engines import COLOCATED, GPU, SMALL, keep
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, choose_precision
 from trl_quant.rollout.settings import SamplingSettings
 from trl_quant.rollout.vllm import choice, trial
+from trl_quant.storage.experts import NamesOnDisk
+from trl_quant.storage.source import skeleton
 
 
 pytestmark = pytest.mark.vllm
@@ -156,7 +162,7 @@ def test_speed_is_of_one_token_and_one_sync(monkeypatch):
     )
     monkeypatch.setattr(trial.time, "perf_counter", lambda: clock[0])
     settings = {"max_num_seqs": 4, "max_completion_length": 1064}
-    speed = trial.try_out(engine, trial.Trial("", torch.float32, torch.float32, {}, True, settings))
+    speed = trial.try_out(engine, trial.Trial("", torch.float32, torch.float32, {}, None, True, settings))
     assert speed == trial.Speed(step=0.25, sync=2.0)
     assert speed.rate(batch=4, length=1064) == pytest.approx(4 * 1064 / (2 + 1064 * 0.25))
     middle = trial.PROMPT_TOKENS + (1064 - trial.NEW_TOKENS) // 2
@@ -165,8 +171,6 @@ def test_speed_is_of_one_token_and_one_sync(monkeypatch):
 
 def test_a_large_policy_takes_little_memory(model):
     """Weights of one shape and type share their memory; all else is as in the run."""
-    from peft import get_peft_model
-
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
     for adapted in (False, True):
         run = get_peft_model(policy, lora()) if adapted else policy
@@ -179,6 +183,19 @@ def test_a_large_policy_takes_little_memory(model):
         assert mine == theirs and len({dtype for _, dtype, _ in mine.values()}) == 1 + adapted
         places = {param.data_ptr() for param in like.parameters()}
         assert len(places) == len({(shape, dtype) for shape, dtype, _ in mine.values()}) < len(mine) / 2
+
+
+def test_what_sees_images_is_named_as_published(tmp_path):
+    """In another process, too. A model that was built from its config alone gives Gemma 3's tower other names."""
+    policy, _ = load_reader(save_reader(tmp_path, "gemma3"))
+    run = pickle.loads(pickle.dumps(trial.Trial.of(get_peft_model(policy, lora()), Accelerator(cpu=not GPU), {})))
+    saved = load_file(tmp_path / "model.safetensors").keys()
+
+    def on_disk(model) -> set[str]:
+        names = NamesOnDisk(model)
+        return {names.of(name) for name, _ in model.named_parameters()}
+
+    assert on_disk(trial.policy_like(replace(run, adapters={}))) == saved != on_disk(skeleton(policy.config, False))
 
 
 @pytest.mark.long

@@ -35,6 +35,8 @@ class CorrectionInputs:
             or a `"prefix"`, the tokens before a token, whose ratio is the product of their ratios.
         ages (`torch.Tensor` of shape `(B, T)`, *optional*):
             The age of each token, in generations: how many generations ago it was sampled. No correction reads it.
+        turns (`torch.Tensor` of shape `(B, T)`, *optional*):
+            The turn of each token, from 1, where the mask does not show it. No correction reads it.
 
     Raises:
         `ValueError`: if the shapes do not match, or `level` is unknown.
@@ -46,6 +48,7 @@ class CorrectionInputs:
     mask: Tensor
     level: str = "token"
     ages: Tensor | None = None
+    turns: Tensor | None = None
 
     def __post_init__(self):
         if self.level not in ("token", "sequence", "prefix"):
@@ -53,7 +56,7 @@ class CorrectionInputs:
         shape = self.old_logps.shape
         if len(shape) != 2:
             raise ValueError(f"old_logps must have shape (B, T), got {tuple(shape)}.")
-        for name in ("rollout_logps", "mask", "ages"):
+        for name in ("rollout_logps", "mask", "ages", "turns"):
             given = getattr(self, name)
             got = shape if given is None else given.shape
             if got != shape:

@@ -6,6 +6,7 @@
 | `old_per_token_logps` | `old_logps` |
 | `advantages`, `completion_mask`, `tool_mask` | `A`, the mask |
 | `ages` | the age of each token, in generations; there only if a generation returns older ones |
+| `turns` | the turn of each token, from 1; there only where masked tokens are left out of the rows |
 
 | written | symbol |
 |---|---|
@@ -49,6 +50,7 @@ def corrected(
             mask=counted(batch),
             level=level,
             ages=batch.get("ages"),
+            turns=batch.get("turns"),
         )
     )
 

@@ -33,8 +33,9 @@ k3 is k1 plus `E[w] - 1`, which is 0 in expectation if the sampler can draw ever
 sampler that truncates cannot, and k3 is then too low by the probability of the tokens that it leaves out: under
 `top_p=0.9`, k3 is 0.0045 nats and k1 is 0.097.
 
-A turn is a run of unmasked tokens: what tools and environments add to a completion is masked. `mismatch/by_turn` is
-left out where no completion has a second turn, and `mismatch/by_age` where a generation returns only what it sampled.
+A turn is a run of unmasked tokens, unless the batch has `turns`: what tools and environments add to a completion is
+masked. `mismatch/by_turn` is left out where no completion has a second turn, and `mismatch/by_age` where a generation
+returns only what it sampled.
 
 The quadrants are the shares of `abs(A log w)` of the tokens with one sign of the advantage `A` and one of `log w`
 (after TRIAGE, arXiv 2610.07043). There, mass at `negative_down` beside the other three preceded collapse: tokens that
@@ -158,7 +159,7 @@ def diagnose(
         counts["sequences"] = ratio.scored.any(1).sum()
         counts["dropped_sequences"] = (ratio.scored & dropped).any(1).sum()
     by_position = torch.arange(w.shape[1], device=w.device)
-    by_turn = turns(ratio.counted).to(w.device)
+    by_turn = (turns(ratio.counted) if inputs.turns is None else inputs.turns).to(w.device)
     scored = ratio.scored.to(w.device)
     counts |= _bucket_sums("by_position", by_position, POSITIONS, quantities["k3"], scored)
     counts |= _bucket_sums("by_turn", by_turn, TURNS, quantities["k3"], scored)

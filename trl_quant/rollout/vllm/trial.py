@@ -68,6 +68,8 @@ class Trial:
         dtype (`torch.dtype`): Type of the policy's weights.
         trained_dtype (`torch.dtype`): Type of the trained weights.
         adapters (`dict[str, PeftConfig]`): The policy's active adapters.
+        conversions (`list` or `None`): What transformers has done to the checkpoint's tensors as it loaded the policy,
+            from which it knows their names on disk; `None` if it has loaded none.
         on_cpu (`bool`): Whether the run is on a CPU.
         settings (`dict`): The arguments of the run's engine, TRL's and ours, without the precision.
     """
@@ -76,6 +78,7 @@ class Trial:
     dtype: torch.dtype
     trained_dtype: torch.dtype
     adapters: dict[str, PeftConfig]
+    conversions: list | None
     on_cpu: bool
     settings: dict[str, Any]
 
@@ -89,6 +92,7 @@ class Trial:
             dtype=model.dtype,
             trained_dtype=trained_dtypes[0] if trained_dtypes else model.dtype,
             adapters={name: model.peft_config[name] for name in active_adapters},
+            conversions=getattr(model.get_base_model() if is_peft_model(model) else model, "_weight_conversions", None),
             on_cpu=accelerator.device.type == "cpu",
             settings=settings,
         )
@@ -151,7 +155,7 @@ def policy_like(trial: Trial) -> nn.Module:
     with reading(trial.model):
         config = AutoConfig.from_pretrained(trial.model, trust_remote_code=trust)
     policy = skeleton(config, trust).to(trial.dtype)
-    policy.name_or_path = trial.model
+    policy.name_or_path, policy._weight_conversions = trial.model, trial.conversions
     for name, config in trial.adapters.items():
         config = copy.copy(config)
         config.init_lora_weights = True  # other initializations read the base's weights

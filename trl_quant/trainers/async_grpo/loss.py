@@ -104,12 +104,12 @@ class AsyncCorrection:
         Args:
             compute (`Callable`): TRL's `compute_loss`.
             model: The policy.
-            inputs (`dict[str, torch.Tensor]`): The micro-batch of this rank, with `ages` (1, M) and, with
-                `proximal_pass`, their [`scores`] as `proximal` (1, M).
+            inputs (`dict[str, torch.Tensor]`): The micro-batch of this rank, with `ages` and `turns` (1, M) and,
+                with `proximal_pass`, their [`scores`] as `proximal` (1, M).
             given: TRL's further arguments.
         """
         trainer, late = self.trainer, {name: Late(inputs[name]) for name in ("old_log_probs", "advantages")}
-        names = [name for name in ("token_index", "segment_id", "ages", "proximal") if name in inputs]
+        names = [name for name in ("token_index", "segment_id", "ages", "turns", "proximal") if name in inputs]
         selected = inputs["token_index"] >= 0
         tokens = {name: inputs[name][selected] for name in names}
 
@@ -137,6 +137,7 @@ class AsyncCorrection:
             "advantages": rows.padded(advantages),
             "completion_mask": rows.padded(torch.ones_like(sampled)),
             "ages": rows.padded(tokens["ages"]),
+            "turns": rows.padded(tokens["turns"]),
         }
         output = corrected(self.correction, batch, "token")
         trainer.log_values(output.metrics)

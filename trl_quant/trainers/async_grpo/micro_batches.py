@@ -37,6 +37,7 @@ from trl.experimental.async_grpo.async_grpo_trainer import (
 )
 from trl.trainer.utils import pad
 
+from ...corrections.diagnostics import turns as turns_of
 from ...runs.agreement import on_every_rank
 
 
@@ -106,12 +107,14 @@ class MicroBatches:
         return broadcast_object_list(made)[0]
 
     def made(self) -> Made:
-        """Plans and packs a micro-batch: TRL's, with `ages` (ranks, M), the age of each trained token."""
+        """Plans and packs a micro-batch: TRL's, with the age and the turn of each trained token, both (ranks, M)."""
         rows, metrics, groups = self._planned(), defaultdict(list), set()
         pad_token, given = self.trainer.processing_class.pad_token_id, {"metrics": metrics, "groups_trained": groups}
         batch = DataCollatorForRollout(pad_token, self.processes, token_budget=self.budget, **given)([rows])
         ages = [np.concatenate([self._ages(sample) for sample in row.samples]) for row in rows]
-        batch["ages"] = pad([torch.from_numpy(of_row) for of_row in ages], padding_value=0)
+        turns = [np.concatenate([of_trained(sample, "turns") for sample in row.samples]) for row in rows]
+        for name, values in (("ages", ages), ("turns", turns)):
+            batch[name] = pad([torch.from_numpy(of_row) for of_row in values], padding_value=0)
         every = np.concatenate(ages)
         metrics["rollouts/age"].append((float(every.sum()), len(every)))
         metrics["rollouts/age_max"].append(float(every.max(initial=0)))
@@ -159,10 +162,17 @@ class MicroBatches:
         versions = getattr(sample, "versions", None)
         if versions is None:
             versions = np.full(len(sample.input_ids), sample.model_version)
+        turns = getattr(sample, "turns", None)
+        if turns is None:
+            turns = turns_of(torch.as_tensor(sample.completion_mask)[None] > 0)[0].numpy()
         names = ("input_ids", "completion_mask", "old_log_probs", "advantage", "group_id", "metrics")
-        return {name: getattr(sample, name) for name in names} | {"versions": versions}
+        return {name: getattr(sample, name) for name in names} | {"versions": versions, "turns": turns}
 
     def _ages(self, sample: dict) -> np.ndarray:
-        """Returns the ages of a sample's trained tokens, in the order of TRL's loss. The first token predicts none."""
-        trained = sample["completion_mask"][1:] > 0
-        return self.trainer.model_version - sample["versions"][1:][trained]
+        """Returns the ages of a sample's trained tokens, in the order of TRL's loss."""
+        return self.trainer.model_version - of_trained(sample, "versions")
+
+
+def of_trained(sample: dict, name: str) -> np.ndarray:
+    """Returns a sample's values of its trained tokens, in the order of TRL's loss. The first token predicts none."""
+    return sample[name][1:][sample["completion_mask"][1:] > 0]

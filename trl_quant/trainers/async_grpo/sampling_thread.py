@@ -60,9 +60,11 @@ class AgedSample(RolloutSample):
 
     Parameters:
         versions (`np.ndarray`): The version of the weights that sampled each token; 0 for one that was not sampled.
+        turns (`np.ndarray`): The turn of its completion that each sampled token belongs to, from 1; 0 for the others.
     """
 
     versions: np.ndarray | None = None
+    turns: np.ndarray | None = None
 
 
 def advantages_of(rewards: np.ndarray, standardizes: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -364,7 +366,7 @@ class SamplingThread:
             if has_calls:
                 metrics["tools/call_frequency"] = float(one.calls)
                 metrics["tools/failure_frequency"] = one.failures / max(one.calls, 1)
-            for joined, versions in rows_of(one.turns, self.args.fork_threshold_tokens):
+            for joined, versions, turns in rows_of(one.turns, self.args.fork_threshold_tokens):
                 sample = AgedSample(
                     prompt=one.prompt,
                     completion=one.completion,
@@ -377,6 +379,7 @@ class SamplingThread:
                     metrics=dict(metrics),
                     enqueued_at=time.time(),
                     versions=np.asarray(versions, dtype=np.int64),
+                    turns=np.asarray(turns, dtype=np.int64),
                 )
                 self._put(sample)
 

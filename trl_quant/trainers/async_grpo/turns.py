@@ -110,21 +110,26 @@ class Spoken:
         return [token for turn in self.turns for token in turn.token_ids]
 
 
-def rows_of(turns: list[Turn], fork_threshold_tokens: int) -> list[tuple[TrainingSequence, list[int]]]:
+def rows_of(turns: list[Turn], fork_threshold_tokens: int) -> list[tuple[TrainingSequence, list[int], list[int]]]:
     """
     Joins the turns of a completion to rows of training, as TRL's worker does.
 
     Returns:
-        `list[tuple]`: Each row, and the version that drew each of its tokens; 0 where the completion mask is 0.
+        `list[tuple]`: Each row; of each of its tokens the version that drew it, and its turn in the completion, from
+        1. Both are 0 where the completion mask is 0.
     """
 
-    def joined(values: str) -> list[TrainingSequence]:
-        records = [TurnRecord(turn.prompt, turn.token_ids, getattr(turn, values)) for turn in turns]
+    def joined(numbers: list[list[float]]) -> list[TrainingSequence]:
+        records = [TurnRecord(turn.prompt, turn.token_ids, own) for turn, own in zip(turns, numbers, strict=True)]
         return _chain_to_sequences(records, "", fork_threshold_tokens)[0]
 
-    # TRL carries a number with each token. The second time it is the token's version
-    versions = [[int(version) for version in row.old_log_probs] for row in joined("versions")]
-    return list(zip(joined("logps"), versions, strict=True))
+    def carried(numbers: list[list[int]]) -> list[list[int]]:
+        return [[int(number) for number in row.old_log_probs] for row in joined(numbers)]
+
+    # TRL carries a number with each token: its log-probability, then its version, then its turn
+    rows, versions = joined([turn.logps for turn in turns]), carried([turn.versions for turn in turns])
+    places = carried([[place] * len(turn.token_ids) for place, turn in enumerate(turns, 1)])
+    return list(zip(rows, versions, places, strict=True))
 
 
 def lengths_of(group: Group) -> list[int]:
