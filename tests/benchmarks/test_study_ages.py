@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -103,18 +104,19 @@ def test_an_asynchronous_cell_is_trained_and_judged_while_nothing_is_sampled(tmp
     for split in ("train", "eval"):
         problems = building.prompts(building.BuildArguments(), 0, 16, held_out=split == "eval")
         problems.to_json(model / f"{split}.jsonl")
-    built, waited = [], []
-    trained, judged = trial.trainer_of, trial.mean_reward
-    monkeypatch.setattr(Pace, "set", lambda pace, trainer, whole=Pace.set: (built.append(pace), whole(pace, trainer)))
+    waited, take, judge = [], Pace.set, trial.mean_reward
 
-    def noted(*given, **named):
-        (pace,) = built
+    def taken(pace, trainer):
+        take(pace, trainer)
+        monkeypatch.setattr(trial, "mean_reward", partial(noted, pace))
+
+    def noted(pace, *given, **named):
         waited.append((pace.trainer.sampling_thread.started, pace.delivered, pace.ordered))
-        return judged(*given, **named)
+        return judge(*given, **named)
 
-    monkeypatch.setattr(trial, "mean_reward", noted)
+    monkeypatch.setattr(Pace, "set", taken)
     cell = Cell("a", "int4", None, "coupled", age=1, digits=1, max_steps=2, evaluations=2, draws=1)
-    assert trained(cell.settings()).__name__ == "QuantAsyncGRPOTrainer"
+    assert trial.trainer_of(cell.settings()).__name__ == "QuantAsyncGRPOTrainer"
     directory = tmp_path / "run"
     directory.mkdir()
     (directory / "settings.json").write_text(json.dumps(cell.settings() | {"per_device_train_batch_size": 8}))
