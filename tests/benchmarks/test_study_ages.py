@@ -54,6 +54,7 @@ def ages_of(trainer) -> list[tuple[float, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_token_has_its_runs_age_whether_the_trainer_or_the_thread_is_slower(tmp_path):
     """And the two runs are one, to the bit. A run of another age is another one."""
     runs = {(age, slow): paced(tmp_path, age, slow) for age, slow in ((3, "trainer"), (3, "thread"), (1, "trainer"))}
@@ -97,6 +98,7 @@ def test_cells_that_are_one_run_are_left_out():
     assert len(cells) == len(aged) + 1 and {cell.max_steps for cell in cells.values()} == {300}
 
 
+@pytest.mark.slow
 def test_an_asynchronous_cell_is_trained_and_judged_while_nothing_is_sampled(tmp_path, monkeypatch):
     tokenizer, model = building.build_tokenizer(), tmp_path / "model"
     building.build_model(tokenizer).save_pretrained(model)
