@@ -16,11 +16,13 @@ TREATMENT = (
     "noise_schedule",
     "rollouts_in_flight",
     "router_replay",
+    "age",
     "served",
 )
 TASK = (
     "name",
     "trainer",
+    "age",
     "evaluations",
     "draws",
     "starts",
@@ -75,6 +77,8 @@ class Cell:
         trainer (`str`): `"grpo"`, `"rloo"`, `"ppo"`, `"distillation"` or `"diffusion"`. Distillation teaches a copy of
             the model whose weights were disturbed, with the model as its teacher. Diffusion starts from the model of
             `examples/build_masked_model.py` and asks its additions.
+        age (`int` or `None`): How many updates old the samples of an update are, which GRPO's asynchronous trainer
+            samples (`pace.py`). `None` is the synchronous trainer.
         evaluations (`int`): How often the policy is judged on the way, the last time at the end.
         draws (`int`): Completions of each held-out problem that judge the policy at its end; 0 leaves that out.
         starts (`int`): How many of the stored models (`starts.py`) its seeds start from in turn; 0 has one taught.
@@ -110,6 +114,7 @@ class Cell:
     served: str = ""
     use_vllm: bool = False
     trainer: str = "grpo"
+    age: int | None = None
     evaluations: int = 6
     draws: int = 0
     starts: int = 0
@@ -181,8 +186,8 @@ class Question:
         metrics (`dict[str, str]`): Further columns of its table -> metric.
         by_regime (`bool`): Whether a panel draws all precisions of a regime, and not one precision beside full
             precision.
-        compared (`dict[str, tuple[tuple[str, str], ...]]`): Comparisons by family, each of a cell with another one,
-            seed by seed (`paired.py`).
+        compared (`dict[str, tuple[tuple[str, str], ...]]`): Comparisons by family, each of a cell with another one, or
+            of sums of cells, seed by seed (`paired.py`).
         ratios (`dict[str, str]`): Label -> metric, whose means over a run are compared so too, as ratios.
     """
 

@@ -71,6 +71,16 @@ STAGE_1 = tuple(
     for precision, name, updates in product(("fp8", "int4"), STAGED_CORRECTIONS, STAGED)
     if (name, updates) != ("acr", 1)
 )
+# The same with one update a generation, by `pace.py` and the asynchronous trainer. In BF16 at age 0 none, coupled and
+# tis are one run but for rounding; ais differs by its advantages too
+AGED = FLYING | {"num_iterations": 1, "max_steps": 300}
+AGES = (0, 1, 3)
+ASYNCHRONOUS = tuple(
+    (precision, name, age)
+    for precision, name, age in product(("bf16", "int8", "int4"), ("tis", "none", "coupled", "ais"), AGES)
+    if (precision, age) != ("bf16", 0) or name in ("tis", "ais")
+)
+CORNER = tuple(("int4", name, 3) for name in ("none", "coupled"))  # both effects at their largest
 MIXED = REUSE | {"draws": 8, "starts": 3, "num_experts": 8}
 REPLAYED = tuple(product(("bf16", "int8", "fp8", "int4"), (True, False)))
 
@@ -80,12 +90,60 @@ def staged(precision: str, correction: str, updates: int) -> str:
     return f"{precision} {correction} u{updates}"
 
 
+def aged(precision: str, correction: str, age: int) -> str:
+    """The name of a cell of `asynchronous`, or of the one that is the same run."""
+    is_tis = (precision, age) == ("bf16", 0) and correction != "ais"
+    return f"{precision} {'tis' if is_tis else correction} a{age}"
+
+
 def routed(precision: str, replays: bool) -> str:
     """The name of a cell of `routing`."""
     return f"{precision} replay" if replays else f"{precision} no replay"
 
 
 QUESTIONS = {
+    "asynchronous": Question(
+        "Where do the sampler's age and its precision add up, and what does each correction save?",
+        (
+            Cell(FULL, **AGED),
+            *(
+                Cell(aged(precision, name, age), precision, None, name, age=age, **AGED)
+                for precision, name, age in ASYNCHRONOUS
+            ),
+        ),
+        ("Held-out reward", "Mismatch by age"),
+        {
+            "final accuracy": "final_accuracy",
+            "age": "rollouts/age",
+            "oldest": "rollouts/age_max",
+            **{f"KL at age {age}": f"mismatch/by_age/{age}" for age in (0, 1)},
+            "KL at age 3": "mismatch/by_age/3-4",
+        },
+        compared={
+            "primary: both at their largest, against tis": tuple(
+                (aged(*cell), aged("int4", "tis", 3)) for cell in CORNER
+            ),
+            "other corrections, against tis": tuple(
+                (aged(precision, name, age), aged(precision, "tis", age))
+                for precision, name, age in ASYNCHRONOUS
+                if name != "tis" and (precision, name, age) not in CORNER
+            ),
+            "age, with the same correction": tuple(
+                (aged(precision, name, age), aged(precision, name, 0)) for precision, name, age in ASYNCHRONOUS if age
+            ),
+            "age and precision together, against each alone": tuple(
+                (
+                    f"{aged(precision, name, age)} + {aged('bf16', name, 0)}",
+                    f"{aged(precision, name, 0)} + {aged('bf16', name, age)}",
+                )
+                for precision, name, age in ASYNCHRONOUS
+                if precision != "bf16" and age
+            ),
+            "tis, against full precision": tuple(
+                (aged(precision, "tis", age), FULL) for precision, name, age in ASYNCHRONOUS if name == "tis"
+            ),
+        },
+    ),
     "routing": Question(
         "Does a mixture of experts learn better from quantized samples with the sampler's experts?",
         (

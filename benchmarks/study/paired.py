@@ -4,6 +4,7 @@ Both runs of a pair have the same seed and, with stored models, the same start; 
 that pairs are independent. With d_1 ... d_n their differences in accuracy:
 
     mean(d) ± t_{n-1} sd(d) / sqrt(n)                                                        Student's interval, 95%
+    d_i = (a_i + b_i) - (c_i + e_i)                                                                of sums of cells
     p_(i)' = max_{j <= i} min(1, (m - j + 1) p_(j))                   Holm's, of m values in order, the smallest first
     exp(mean(d))  with  d_i = ln(x_i / y_i)                                   a ratio of two means over a run, x and y
 
@@ -11,6 +12,7 @@ that pairs are independent. With d_1 ... d_n their differences in accuracy:
 |---|---|---|
 | n | `pairs` | seeds that both cells have finished |
 | m | | comparisons of a family: Holm's values hold for all of them together, the intervals each for itself |
+| a, b, c, e | `"a + b"` | cells with both of two effects, neither, and one each: d is 0 where the effects add up |
 """
 
 from collections.abc import Callable, Sequence
@@ -59,6 +61,12 @@ def holm(values: Sequence[float], m: int) -> list[float]:
     return found
 
 
+def summed(values: dict[str, dict[int, float]], cells: str) -> dict[int, float]:
+    """Returns the values of a cell by seed, or the sums of several whose names are joined by `" + "`."""
+    found = [values.get(name, {}) for name in cells.split(" + ")]
+    return {seed: sum(cell[seed] for cell in found) for seed in set.intersection(*map(set, found))}
+
+
 def difference(cell: dict[int, float], other: dict[int, float]) -> dict | None:
     """Of a cell from another one, given the values of each by seed; `None` with fewer than two pairs."""
     found = [cell[seed] - other[seed] for seed in sorted(cell.keys() & other.keys())]
@@ -94,7 +102,7 @@ def differences(
         found = [
             {"family": family, "cell": cell, "against": other, **apart}
             for cell, other in pairs
-            if (apart := difference(values.get(cell, {}), values.get(other, {})))
+            if (apart := difference(summed(values, cell), summed(values, other)))
         ]
         for row, p in zip(found, holm([row["p"] for row in found], len(pairs)), strict=True):
             row["holm"] = p

@@ -43,6 +43,7 @@ from build_arithmetic_model import BuildArguments  # noqa: E402
 from build_masked_model import accuracy as denoised_accuracy  # noqa: E402
 from distillation import disturbed  # noqa: E402
 from engines import machine  # noqa: E402
+from pace import Pace  # noqa: E402
 
 
 # What belongs to no cell: how a run logs
@@ -130,16 +131,24 @@ def accuracy_of(settings: dict, reward: Callable[..., list], model: Path) -> Cal
     return lambda policy, **draw: mean_reward(policy, tokenizer, held_out, reward, length, **draw)
 
 
+def trainer_of(settings: dict) -> type:
+    """The class that trains a cell."""
+    return TRAINERS[settings["trainer"] if settings["age"] is None else f"async_{settings['trainer']}"]
+
+
 def arguments_of(settings: dict) -> dict:
     """What the trainer's config takes of a cell's settings."""
-    known = {field.name for field in fields(TRAINERS[settings["trainer"]].config_class)}
-    return {name: value for name, value in settings.items() if name in known}
+    known = {field.name for field in fields(trainer_of(settings).config_class)}
+    own = {name: value for name, value in settings.items() if name in known}
+    if settings["age"] is not None:
+        own |= {"max_staleness": settings["age"], "max_inflight_tasks": settings["per_device_train_batch_size"]}
+    return own
 
 
 def train(directory: Path, model: Path) -> None:
     """Trains as [`~cells.Cell.settings`] in `directory` say, from `model`."""
     settings, start = json.loads((directory / "settings.json").read_text()), time.time()
-    trainer_class, arguments = TRAINERS[settings["trainer"]], arguments_of(settings)
+    trainer_class, arguments = trainer_of(settings), arguments_of(settings)
     config = trainer_class.config_class
     engine = nullcontext()
     if settings["use_vllm"]:
@@ -152,23 +161,30 @@ def train(directory: Path, model: Path) -> None:
         task = {"model": str(model), "reward_funcs": reward}
     else:
         task = {"model": disturbed(model), "teacher_model": str(model)}
+    pace = None if settings["age"] is None else Pace(settings["age"])
+    data, accuracy = load_prompts(str(model / "train.jsonl")), accuracy_of(settings, reward, model)
+    if pace is not None:
+        data, accuracy = data.shuffle(settings["seed"]), pace.at_rest(accuracy)  # the others shuffle by themselves
     with engine:
         trainer = trainer_class(
             **task,
             args=config(output_dir=str(directory), **QUIET | arguments),
-            train_dataset=load_prompts(str(model / "train.jsonl")),
+            train_dataset=data,
             peft_config=LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear") if rank else None,
             callbacks=[
+                *([] if pace is None else [pace]),
                 Log(
                     directory / "metrics.jsonl",
-                    accuracy_of(settings, reward, model),
+                    accuracy,
                     settings["evaluations"],
                     settings["served"].split(),
                     settings["draws"],
-                )
+                ),
             ],
         )
     trainer.remove_callback(PrinterCallback)
+    if pace is not None:
+        pace.set(trainer)
     trainer.train()
     finished = environment() | {"model_sha256": sha256_of(model), "seconds": round(time.time() - start)}
     write_whole(directory / "finished.json", json.dumps(finished).encode())

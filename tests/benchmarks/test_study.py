@@ -42,7 +42,7 @@ def test_cells_are_valid_and_have_full_precision_beside_them(name, tmp_path):
     for group, cell in zip(groups, cells, strict=True):
         assert table.regime(group) in full, cell
         arguments = trial.QUIET | trial.arguments_of(cell.settings())
-        config = trial.TRAINERS[cell.trainer].config_class(output_dir=str(tmp_path), **arguments)
+        config = trial.trainer_of(cell.settings()).config_class(output_dir=str(tmp_path), **arguments)
         assert config.learning_rate == cell.learning_rate and config.train_precision == cell.train_precision
     facets = table.facets(groups)
     assert {group.settings["name"] for some in facets.values() for group in some} == {c.name for c in cells}

@@ -125,10 +125,32 @@ def test_the_comparisons_of_a_question_are_of_its_cells():
         cells = {cell.name: cell for cell in question.cells}
         for pairs in question.compared.values():
             assert len(set(pairs)) == len(pairs)
-            for name, other in pairs:
-                assert name != other and cells[name].starts == cells[other].starts > 0 and cells[name].draws > 1
+            for sides in pairs:
+                names = [side.split(" + ") for side in sides]
+                compared = [cells[name] for side in names for name in side]
+                assert len(names[0]) == len(names[1]) and len({cell.name for cell in compared}) == len(compared)
+                assert len({cell.starts for cell in compared}) == 1
+                assert all(cell.starts and cell.draws > 1 for cell in compared)
     (primary, *_) = QUESTIONS["in_flight"].compared.values()
     assert len(primary) == 4 and all("tis" in name for pair in primary for name in pair)
+
+
+def test_effects_that_add_up_are_told_from_those_that_do_not():
+    """By hand: the age costs 0.1 and the precision 0.2; together 0.3 in one cell, 0.4 in the other."""
+    pairs = (("both + neither", "age + precision"), ("more + neither", "age + precision"))
+    question = Question("Do they?", (), compared={"one": pairs})
+    groups = [
+        group("neither", [0.8, 0.7, 0.9, 0.1]),
+        group("age", [0.7, 0.6, 0.8]),
+        group("precision", [0.6, 0.5, 0.7]),
+        group("both", [0.52, 0.38, 0.6]),
+        group("more", [0.42, 0.28, 0.5]),
+    ]
+    added, more = paired.differences(question, groups)
+    assert added["pairs"] == 3 and added["mean"] == pytest.approx(0.0, abs=1e-9) and added["p"] == pytest.approx(1.0)
+    assert more["mean"] == pytest.approx(-0.1) and more["sd"] == added["sd"] == pytest.approx(0.02)
+    assert paired.differences(question, groups[:2] + groups[3:]) == []  # a cell has not run
+    assert "| one | more + neither | age + precision | 3 | -0.100 |" in paired.compared(question, groups)
 
 
 # Start models

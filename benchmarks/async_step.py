@@ -1,0 +1,163 @@
+"""
+Times asynchronous training on samples of a vLLM server: the seconds from one update to the next, of TRL's and ours.
+
+    python benchmarks/async_step.py --policy runs/policy          # writes the policy, prints the servers' commands
+    python benchmarks/async_step.py --policy runs/policy --trainer trl-async --server http://127.0.0.1:8000
+    python benchmarks/async_step.py --policy runs/policy --trainer fp8 --server http://127.0.0.1:8001
+
+| trainer | is |
+|---|---|
+| `trl-async` | TRL's trainer, worker and sync, with torch's attention in the place of the hub's kernel |
+| `bf16`, `fp8`, ... | ours with this `rollout_precision` |
+
+Each has a server of its own. The policy has random weights, and LoRA unless `--lora` is 0. TRL sends the adapter alone,
+ours the merged weights in the server's format. An update trains on `--completions` NxTOKENS. All completions have the
+same length, because TRL's worker has one `max_tokens`: the policy gives tokens that end a completion no probability.
+TRL's worker also needs prompts of messages, and a chat template whose answers TRL can parse.
+
+The first update warms up. The seconds of the others are between the ends of their syncs, so N completions were trained
+on in each; some of them may have been sampled before. `waited` is the time in which an update waited for samples, and
+`age` that of its samples, which TRL counts when they leave the queue.
+"""
+
+import random
+import statistics
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from datasets import Dataset
+from engines import CUDA, Clock, adapter, engine_options, load_tokenizer, model_directory, report, speak, words_of
+from step import draw_prompts, shape_of
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl.chat_template_utils import qwen3_chat_template
+
+from trl_quant import QuantAsyncGRPOConfig, QuantAsyncGRPOTrainer
+from trl_quant.precisions import in_vllm
+from trl_quant.rollout.vllm.serving import serve_command
+
+
+TRLS = "trl-async"
+
+
+def random_rewards(completions, **columns) -> list[float]:
+    """Which TRL's worker pickles."""
+    return [random.random() for _ in completions]
+
+
+def write_policy(args) -> None:
+    """Writes a policy of random weights, from which servers and trainers start."""
+    (size,), tokenizer = args.sizes, load_tokenizer(args.tokenizer)
+    tokenizer.chat_template = qwen3_chat_template
+    config = AutoConfig.from_pretrained(model_directory(size, tokenizer))
+    with torch.no_grad(), torch.device("cuda" if CUDA else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        speak(model, words_of(tokenizer))
+    model.save_pretrained(args.policy)
+    tokenizer.save_pretrained(args.policy)
+
+
+def commands(args) -> str:
+    """The command of TRL's server, and that of ours."""
+    ours = serve_command(str(args.policy), args.trainer if args.trainer != TRLS else "fp8", "http://127.0.0.1:8001")
+    theirs = f"VLLM_SERVER_DEV_MODE=1 vllm serve {args.policy} --dtype bfloat16 --host 127.0.0.1"
+    if args.lora:
+        flags = f"--enable-lora --max-lora-rank {args.lora} --max-loras {args.max_staleness + 2}"
+        theirs = f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 {theirs} {flags}"
+    else:
+        theirs += """ --weight-transfer-config '{"backend": "nccl"}'"""
+    return f"# {TRLS}\n{theirs}\n\n# ours\n{ours}"
+
+
+class Ends(TrainerCallback):
+    """Notes when each update and its sync have ended. It acts after TRL's own callbacks."""
+
+    def __init__(self):
+        self.clock, self.times = Clock(synchronize=True), []
+
+    def on_step_end(self, args, state, control, **others):
+        self.times.append(self.clock.now())
+
+
+def make_trainer(args) -> QuantAsyncGRPOTrainer:
+    tokenizer = AutoTokenizer.from_pretrained(args.policy)
+    prompts, config = draw_prompts(args, tokenizer, random.Random(0)), AutoConfig.from_pretrained(args.policy)
+    completions, new, _ = args.completions[0]
+    settings = {
+        "output_dir": str(args.policy / f"run-{args.trainer}"),
+        "use_cpu": not CUDA,
+        "bf16": CUDA,
+        "dtype": "bfloat16",
+        "vllm_server_base_url": args.server,
+        "num_generations": args.generations,
+        "max_completion_length": new,
+        "per_device_train_batch_size": min(args.micro, completions),
+        "gradient_accumulation_steps": max(completions // args.micro, 1),
+        "token_budget": 0,
+        "max_staleness": args.max_staleness,
+        "max_steps": args.steps,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    if args.trainer != TRLS:
+        settings |= {"rollout_precision": args.trainer, "sync_check_steps": 0}
+    return QuantAsyncGRPOTrainer(
+        model=str(args.policy),
+        reward_funcs=random_rewards,
+        args=QuantAsyncGRPOConfig(**settings),
+        train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": text}] for text in prompts]}),
+        processing_class=tokenizer,
+        peft_config=adapter(SimpleNamespace(config=config), args.lora) if args.lora else None,
+    )
+
+
+def measure(args, trainer) -> dict:
+    """Trains. Returns the seconds of each update but the first, and how long it waited for samples of which age."""
+    ends, (completions, new, _) = Ends(), args.completions[0]
+    trainer.add_callback(ends)
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logged) == len(ends.times) == args.steps, f"{len(logged)} updates, not {args.steps}"
+    for entry in logged:
+        tokens, samples = entry["batch/trained_tokens_per_step"], entry["batch/samples_per_step"]
+        assert (samples, tokens) == (completions, completions * new), f"{samples} samples of {tokens} tokens"
+    age = "sample/staleness_mean" if args.trainer == TRLS else "rollouts/age"
+    return {
+        "trainer": args.trainer,
+        "seconds": [end - begin for begin, end in zip(ends.times, ends.times[1:])],
+        "waited": [entry["perf/rollout_wait_s"] for entry in logged[1:]],
+        "age": [entry[age] for entry in logged[1:]],
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = engine_options(__doc__)
+    parser.add_argument("--policy", type=Path, required=True, metavar="DIR", help="written if it is not there")
+    parser.add_argument("--trainer", choices=[TRLS, *in_vllm()], default=TRLS)
+    parser.add_argument("--server", metavar="URL", help="of the trainer's server; without it the commands are printed")
+    shape = shape_of("64x1024" if CUDA else "8x16")
+    parser.add_argument(
+        "--completions", nargs=1, type=shape_of, default=[shape], metavar="NxTOKENS", help="of an update"
+    )
+    parser.add_argument("--micro", type=int, default=16 if CUDA else 4, help="completions of a micro-batch at most")
+    parser.add_argument("--max_staleness", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=12, help="of which the first warms up")
+    args = parser.parse_args(argv)
+    if args.completions[0][2] != "equal":
+        parser.error("`--completions`: TRL's worker has one `max_tokens`, so lengths are equal.")
+    if args.steps < 2:
+        parser.error("`--steps` must be at least 2, because the first one warms up")
+    if not (args.policy / "config.json").exists():
+        write_policy(args)
+    if args.server is None:
+        return print(commands(args))
+    found = measure(args, make_trainer(args))
+    report(found)
+    completions, new, _ = args.completions[0]
+    seconds, waited, age = (statistics.median(found[name]) for name in ("seconds", "waited", "age"))
+    print(f"{args.trainer}: {seconds:.2f} s for {completions}x{new}, of which {waited:.2f} s waited; age {age:.2g}")
+
+
+if __name__ == "__main__":
+    main()

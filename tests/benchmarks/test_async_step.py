@@ -1,0 +1,80 @@
+"""`benchmarks/async_step.py`: what counts as an update, and which servers it names."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from places import BENCHMARKS
+from tiny import save_words
+from transformers import AutoTokenizer
+
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+
+@pytest.fixture
+def async_step(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import async_step
+
+    return async_step
+
+
+class Updates:
+    """A trainer whose updates train on so many tokens."""
+
+    def __init__(self, tokens: list[int]):
+        self.tokens, self.callbacks = tokens, []
+        self.state = SimpleNamespace(log_history=[])
+
+    def add_callback(self, callback):
+        self.callbacks.append(callback)
+
+    def train(self):
+        for number, tokens in enumerate(self.tokens):
+            for callback in self.callbacks:
+                callback.on_step_end(None, None, None)
+            entry = {"loss": 0.0, "batch/samples_per_step": 8.0, "batch/trained_tokens_per_step": float(tokens)}
+            entry |= {"perf/rollout_wait_s": 0.25 * number, "rollouts/age": 1.5, "sample/staleness_mean": 2.0}
+            self.state.log_history.append(entry)
+        self.state.log_history.append({"train_runtime": 1.0})
+
+
+@pytest.mark.parametrize(("trainer", "age"), [("trl-async", 2.0), ("bf16", 1.5)])
+def test_the_first_update_warms_up(async_step, monkeypatch, trainer, age):
+    ends = iter([9.0, 10.0, 10.5])
+    monkeypatch.setattr(async_step.Clock, "now", lambda clock: next(ends))
+    args = SimpleNamespace(trainer=trainer, completions=[(8, 16, "equal")], steps=3)
+    found = async_step.measure(args, Updates([128] * 3))
+    assert found == {"trainer": trainer, "seconds": [1.0, 0.5], "waited": [0.25, 0.5], "age": [age] * 2}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "wrong"), [([128, 128, 127], "8.0 samples of 127.0 tokens"), ([128], "1 updates, not 3")]
+)
+def test_an_update_that_lacks_tokens_is_no_update(async_step, tokens, wrong):
+    args = SimpleNamespace(trainer="bf16", completions=[(8, 16, "equal")], steps=3)
+    with pytest.raises(AssertionError, match=wrong):
+        async_step.measure(args, Updates(tokens))
+
+
+def test_the_servers_start_from_the_policy_that_was_written(async_step, tmp_path, capsys):
+    words, policy = save_words(tmp_path / "words.json"), tmp_path / "policy"
+    given = ["--policy", str(policy), "--tokenizer", str(words), "--trainer", "int8"]
+    async_step.main([*given, "--lora", "8", "--max_staleness", "3"])
+    theirs, ours = capsys.readouterr().out.split("# ours")
+    assert f"vllm serve {policy} " in theirs and "--max-lora-rank 8 --max-loras 5" in theirs
+    assert f"prepare --model {policy} --format int8" in ours and "--port 8001" in ours
+    written = policy.stat().st_mtime_ns, (policy / "model.safetensors").stat().st_mtime_ns
+    async_step.main([*given, "--lora", "0"])
+    assert '{"backend": "nccl"}' in (out := capsys.readouterr().out) and "--enable-lora" not in out
+    assert (policy.stat().st_mtime_ns, (policy / "model.safetensors").stat().st_mtime_ns) == written
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=False).startswith("<|im_start|>")
+
+
+def test_lengths_that_differ_are_refused(async_step, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        async_step.main(["--policy", str(Path(tmp_path)), "--completions", "8x16:lognormal"])
+    assert "TRL's worker has one `max_tokens`" in capsys.readouterr().err
