@@ -169,6 +169,11 @@ LASTING = {
         "the end of the process, after a limit was exceeded",
         "tests/runs/test_exit.py::test_a_process_ends_with_its_own_status",
     ),
+    ("rollout/vllm/trial.py", "_weight_conversions"): (
+        "the policy that `trl-quant choose` builds from a config",
+        "the process that tries an engine",
+        "tests/trainers/test_trial.py::test_what_sees_images_is_named_as_published",
+    ),
     ("scaling/modifier.py", "register"): (
         "llmcompressor's table of modifiers",
         "the process",
