@@ -20,6 +20,7 @@ on in each; some of them may have been sampled before. `waited` is the time in w
 `age` that of its samples, which TRL counts when they leave the queue.
 """
 
+import argparse
 import random
 import statistics
 from pathlib import Path
@@ -27,7 +28,7 @@ from types import SimpleNamespace
 
 import torch
 from datasets import Dataset
-from engines import CUDA, Clock, adapter, engine_options, load_tokenizer, model_directory, report, speak, words_of
+from engines import CUDA, SHAPES, Clock, adapter, load_tokenizer, model_directory, report, speak, words_of
 from step import draw_prompts, shape_of
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl.chat_template_utils import qwen3_chat_template
@@ -47,9 +48,9 @@ def random_rewards(completions, **columns) -> list[float]:
 
 def write_policy(args) -> None:
     """Writes a policy of random weights, from which servers and trainers start."""
-    (size,), tokenizer = args.sizes, load_tokenizer(args.tokenizer)
+    tokenizer = load_tokenizer(args.tokenizer)
     tokenizer.chat_template = qwen3_chat_template
-    config = AutoConfig.from_pretrained(model_directory(size, tokenizer))
+    config = AutoConfig.from_pretrained(model_directory(args.size, tokenizer))
     with torch.no_grad(), torch.device("cuda" if CUDA else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         speak(model, words_of(tokenizer))
@@ -132,10 +133,15 @@ def measure(args, trainer) -> dict:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = engine_options(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
     parser.add_argument("--policy", type=Path, required=True, metavar="DIR", help="written if it is not there")
     parser.add_argument("--trainer", choices=[TRLS, *in_vllm()], default=TRLS)
     parser.add_argument("--server", metavar="URL", help="of the trainer's server; without it the commands are printed")
+    parser.add_argument("--size", choices=SHAPES, default="7b" if CUDA else "tiny", help="of a policy that is written")
+    parser.add_argument("--tokenizer", type=Path, help="of the same: a tokenizer.json; by default litellm's")
+    parser.add_argument("--lora", type=int, default=32, metavar="RANK", help="0 for full fine-tuning")
+    parser.add_argument("--prompt", type=int, default=256 if CUDA else 16, metavar="TOKENS")
+    parser.add_argument("--generations", type=int, default=8, help="completions of a prompt")
     shape = shape_of("64x1024" if CUDA else "8x16")
     parser.add_argument(
         "--completions", nargs=1, type=shape_of, default=[shape], metavar="NxTOKENS", help="of an update"
