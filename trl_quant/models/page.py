@@ -131,9 +131,9 @@ PICTURED_NOTES = """
   model, merged and beside the base.
 - On H200s (vLLM 0.26 and 0.33) the towers of Qwen2.5-VL and Qwen3.5 stayed in BF16, and synced engines equalled fresh
   ones with images in `fp8`, and those of Qwen2.5-VL in `bf16` and `fp8_block` too. The samples of all four had the
-  policy's log-probabilities (Qwen3.5's were looked at with 0.33 alone), and adapters beside their base and noise acted in `bf16` and `fp8`. When Qwen2.5-VL and
-  Qwen3-VL, and with 0.26 Qwen3.5, were trained with samples in `fp8`, trainer and sampler agreed as well with images
-  as on text alone. The other cases of `tests/gpu/test_images_gpu.py` are to be run.
+  policy's log-probabilities (Qwen3.5's were looked at with 0.33 alone). Adapters beside their base and noise acted in
+  `bf16` and `fp8`. When Qwen2.5-VL and Qwen3-VL, and with 0.26 Qwen3.5, were trained with samples in `fp8`, trainer and
+  sampler agreed as well with images as on text alone. The other cases of `tests/gpu/test_images_gpu.py` are to be run.
 - Other models that read images run with the same checks, and were not tested.
 """
 TRAITS_SHOWN = ("embedded", "vLLM", "trained", "noise, UAQ", "packed", "both directions", "exact")
