@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from accelerate import Accelerator
+from long_tests import rest_is_long
 from tiny import FAMILIES, save_tiny, tiny_model, tiny_tokenizer
 from training import config, dataset, generation, lora, make, metrics
 from trl import GRPOConfig, GRPOTrainer
@@ -347,7 +348,7 @@ def test_evaluation_leaves_the_syncs_metrics_to_training(tmp_path):
 # Noise
 
 
-@pytest.mark.parametrize("sigma", [1e-2, 1e-3, 5e-4])
+@pytest.mark.parametrize("sigma", rest_is_long([1e-2, 1e-3, 5e-4]))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_noise_arrives_in_a_bf16_copy(family, sigma):
     found = {}

@@ -115,7 +115,7 @@ def test_gradients_of_experts(device):
 def test_groups(kind, least, device):
     # In the interpreter other kinds than the random one have an odd shape and one of several blocks both ways, and the
     # random one has the two rules in turn, each in both types
-    shapes = SHAPES if kind == "random" or not INTERPRETED else [(3, 50), (130, 140)]
+    shapes = SHAPES if not INTERPRETED else SHAPES[:5] if kind == "random" else [(3, 50), (130, 140)]
     rules = (False, True) if kind == "random" else (False,)
     cases = in_types(DTYPES, shapes)
     for (dtype, shape), inverts in zip(cases, cycle(sorted(2 * rules))) if INTERPRETED else product(cases, rules):

@@ -6,6 +6,7 @@ alone is quantized, and each family trains with images, also with an adapter, wi
 import pytest
 import torch
 from datasets import Dataset
+from long_tests import rest_is_long
 from peft import LoraConfig
 from readers import READERS, load_reader, picture, processed, save_reader
 from torch import nn
@@ -76,7 +77,7 @@ def test_sampled_log_probabilities_are_those_of_trls_scoring_pass(paths, family,
     assert right < 3e-6 and wrong > 1e-3
 
 
-@pytest.mark.parametrize("family", READERS)
+@pytest.mark.parametrize("family", rest_is_long(READERS, "gemma3", "qwen3_5"))
 def test_an_adapter_trains_with_images_and_noise(paths, family, tmp_path):
     """In INT8, with LoRA on the language model. Noise is laid on the norms of the text."""
     adapter = LoraConfig(r=4, target_modules=r".*language_model.*\.(q_proj|in_proj_qkv|down_proj)")
@@ -119,7 +120,7 @@ def test_scaling_keeps_the_function(paths, family):
     assert (outputs() - before).abs().max() > 1e-2 * before.abs().max()
 
 
-@pytest.mark.parametrize("family", READERS)
+@pytest.mark.parametrize("family", rest_is_long(READERS, "gemma3", "qwen3_5"))
 def test_training_in_the_samplers_numbers(paths, family, tmp_path):
     """In INT8 the trainer computes what the sampler does, images included; the tower stays in the policy's type."""
     trainer = trainer_of(paths[family], tmp_path, rollout_precision=None, train_precision="int8", generation_kwargs=ALL)

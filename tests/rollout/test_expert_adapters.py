@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from embedded import engine
+from long_tests import rest_is_long
 from peft import LoraConfig, get_peft_model
 from tiny import MIXTURES, save_tiny, tiny_model
 from training import lora, trainer_for
@@ -47,7 +48,7 @@ def moved(policy, seed: int) -> None:
                 param.add_(torch.randn(param.shape, generator=generator).to(param), alpha=0.02)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", rest_is_long([torch.float32, torch.bfloat16], torch.bfloat16))
 @pytest.mark.parametrize("kind", ADAPTERS)
 @pytest.mark.parametrize("family", MIXTURES)
 def test_the_stream_is_the_model_that_peft_merges(family, kind, dtype):

@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 import torch
+from long_tests import rest_is_long
 from tiny import FAMILIES, tiny_model
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -84,7 +85,7 @@ def slow(caches):
     return attention
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("implementation", rest_is_long(["eager", "sdpa"], "sdpa"))
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_attention_equals_loops(family, implementation, monkeypatch):

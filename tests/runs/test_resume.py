@@ -39,7 +39,7 @@ from trl_quant.storage.run_checkpoints import last_complete_checkpoint, read_rol
             {"train_precision": "nvfp4", "rollout_precision": None}, marks=[pytest.mark.isa, pytest.mark.long]
         ),
         pytest.param({"num_iterations": 2, "max_steps": 8, "save_steps": 4}, marks=pytest.mark.long),
-        {"prompts": 4},
+        pytest.param({"prompts": 4}, marks=pytest.mark.long),
         pytest.param({"prompts": 2}, marks=pytest.mark.long),
     ],
     ids=[

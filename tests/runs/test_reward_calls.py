@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from long_tests import rest_is_long
 from ranks import on_two_ranks
 from tiny import save_tiny
 from training import assert_same_run, config, dataset, lora, make, metrics, parameters, spread
@@ -159,7 +160,7 @@ def test_a_reward_that_hangs_on_one_rank(tmp_path):
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, 1e39, 10**400, np.float64("inf"), torch.tensor(math.inf)])
-@pytest.mark.parametrize("correction", ["tis", "ais"])
+@pytest.mark.parametrize("correction", rest_is_long(["tis", "ais"]))
 def test_an_infinite_reward_is_refused(tmp_path, value, correction):
     """Before any weight is touched; 1e39 is infinite in float32."""
     trainer = run(tmp_path, returning(value), trained=False, is_correction=correction)
@@ -215,7 +216,9 @@ def double(rewards):
     return torch.tensor(rewards, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("kind", [list, tuple, iter, np.array, torch.tensor, double, column])
+@pytest.mark.parametrize(
+    "kind", rest_is_long([list, tuple, iter, np.array, torch.tensor, double, column], list, iter, column)
+)
 def test_numbers_of_any_kind_are_rewards(tmp_path, kind):
     given = run(tmp_path, lambda completions, **kwargs: kind(spread(completions)), max_steps=2)
     assert_same_run(given, run(tmp_path, lambda completions, **kwargs: spread(completions), max_steps=2))

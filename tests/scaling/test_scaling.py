@@ -6,6 +6,7 @@ import math
 import pytest
 import reference
 import torch
+from long_tests import rest_is_long
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from scaled import IDS, logits, same_bytes, state
 from tiny import FAMILIES, MIXTURES, tiny_model
@@ -123,7 +124,7 @@ def test_anything_else_breaks_the_output(family):
 # The weights, one by one
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", rest_is_long([torch.float32, torch.bfloat16, torch.float16], torch.bfloat16))
 @pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 def test_weights_equal_the_equation_rounded_once(family, dtype):
     model = tiny_model(family, dtype=dtype)

@@ -69,7 +69,7 @@ scaling_stage:
 """
 
 
-@pytest.mark.parametrize("order", ["first", "last", "yaml"])
+@pytest.mark.parametrize("order", rest_is_long(["first", "last", "yaml"], "last", "yaml"))
 @pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "W8A8"])
 @pytest.mark.parametrize("family", rest_is_long(["gemma3", "qwen3"]))
 def test_modifier_composes_in_a_recipe(family, scheme, order, modifier, tmp_path):

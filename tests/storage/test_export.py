@@ -141,7 +141,7 @@ def test_what_a_trainer_saved(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("precision", "rounds"), [("nvfp4", True), ("int8", False)])
-@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("trains", rest_is_long([True, False]))
 def test_the_base_is_rounded_where_training_rounded_it_alone(precision, rounds, trains, tmp_path, capsys):
     """Also after `save_model` alone: Q(W) + BA on a frozen base, and W + BA where the sum was rounded."""
     base = save_tiny(tmp_path / "base", tied=False)

@@ -184,7 +184,7 @@ def as_samples(batch) -> list:
 PROXIMAL = [name for name in FREE if not CORRECTIONS[name].every_update]
 
 
-@pytest.mark.parametrize("name", [*PROXIMAL, "ais"])
+@pytest.mark.parametrize("name", rest_is_long([*PROXIMAL, "ais"], "none", "tis", "ais"))
 def test_a_proximal_pass_keeps_the_policy_of_the_sync(tmp_path, name):
     """Two updates between two syncs: in the second, R compares with the policy that both were scored with."""
     fields = reference.ACTING.get(name, {})

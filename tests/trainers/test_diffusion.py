@@ -316,7 +316,7 @@ def expected_loss(made, batch, old, draw, name, draws):
     return -objective(term, logps, before[draw], sampler[draw], advantages, mask, *clip)
 
 
-@pytest.mark.parametrize("name", ["none", "coupled", "tis", "acr", "ais"])
+@pytest.mark.parametrize("name", rest_is_long(["none", "coupled", "tis", "acr", "ais"], "coupled", "tis", "ais"))
 def test_the_gradient_is_that_of_slow_loops(tmp_path, name):
     """At the first update and at the second, whose policy has moved and whose mask is another one."""
     settings = {"is_cap": 1.1} if name in ("tis", "acr") else {}

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from long_tests import rest_is_long
 from tiny import tiny_model
 from training import assert_same_run, dataset, killed_and_resumed, killing, metrics, parameters, trainer_for
 from transformers import TrainerCallback
@@ -85,7 +86,7 @@ def distance(left, right) -> float:
     return (mine - theirs).norm().item()
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", rest_is_long(OPTIMIZERS))
 def test_the_steps_are_those_of_a_slow_reference(tmp_path, optimizer):
     """
     Up to rounding, and far from unscaled steps. Under AdamW, a scaled gradient does not scale the step. The sampler has

@@ -111,7 +111,7 @@ def test_weights_are_1_and_without_replay_they_are_not(tmp_path, kind, policy):
     assert not any("truncation/kept_mass" in log for log in metrics(trainer))
 
 
-@pytest.mark.parametrize("packs", [True, False])
+@pytest.mark.parametrize("packs", rest_is_long([True, False]))
 @pytest.mark.parametrize("option", OPTIONS)
 def test_scores_and_gradients_are_those_of_whole_logits(tmp_path, option, packs):
     """Of each token of each row, over what a loop finds that was left; and far from those over all tokens."""
