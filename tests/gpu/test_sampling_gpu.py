@@ -13,8 +13,9 @@ import pytest
 import torch
 from drawing import generated, set_options
 from ended_early import at_least, prefixes
-from speculating import DRAFTING
-from vllm_engines import GPU_MODEL, engine, policy
+from speculating import DRAFTING, drafted_by
+from tiny import save_tiny
+from vllm_engines import GPU_MODEL, engine, policy, update
 from vllm_sampling import PLACES, PROMPTS, broken_off, cached, drawn, is_lean, reasons, sampled
 
 from trl_quant.rollout.engine import Request, requests_for
@@ -135,6 +136,22 @@ def test_speculation_is_right(speculating, monkeypatch, changed):
     monkeypatch.setattr(speculating, "sample", one_off)
     with pytest.raises(RuntimeError, match=r"of 512 sampled tokens 0 have no log-probability \(NaN\), and 1 have one"):
         speculating.check_sync()
+
+
+@pytest.mark.parametrize("head_dim", [32, 64])  # the policy's, and another
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "int8"])
+def test_a_model_drafts(tmp_path, precision, head_dim):
+    """One that is not quantized, and whose pages of keys and values may have another size."""
+    model = policy(tmp_path / "policy", **GPU_MODEL).cuda()
+    drafter = save_tiny(tmp_path / "drafter", dtype=torch.bfloat16, **GPU_MODEL | {"head_dim": head_dim})
+    built = engine(model, precision, engine_kwargs=drafted_by(drafter), max_completion_length=64)
+    for updates in range(2):
+        if updates:
+            update(model, seed=0)
+        built.sync()
+        found = built.check_sync()
+        print("\n", precision, head_dim, found)
+        assert 0 < found["sync_check/speculation_difference"] < found["sync_check/speculation_bound"]
 
 
 @pytest.mark.parametrize("option", REPEATABLE)

@@ -26,3 +26,9 @@ def mend(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     if not torch.cuda.is_available():
         monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", expanded)
+
+
+def drafted_by(path) -> dict:
+    """An engine's arguments with which the model at `path` drafts, whose drafts are samples."""
+    drafts = {"method": "draft_model", "model": str(path), "num_speculative_tokens": 3}
+    return SMALL | {"speculative_config": drafts | {"draft_sample_method": "probabilistic"}}

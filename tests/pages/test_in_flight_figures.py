@@ -8,27 +8,34 @@ from pages import README, TEXTS
 
 
 PHASES = ("step", "sampling", "sync", "update", "rest")
-FILES = {"1": "first", "2": "first", "3": "second", "bf16": "third"}  # the host of each
+FILES = {"1": "first", "2": "first", "3": "second", "bf16": "third", "factors": "fourth"}  # the host of each
 NAMES = {
     "trl-control": "the control, BF16",
     "fp8/fp8": "`fp8`, every generation waits for all",
+    "fp8/fp8@1.5": "`fp8`, `rollouts_in_flight=1.5`",
     "fp8/fp8@2": "`fp8`, `rollouts_in_flight=2`",
     "fp8/fp8@3": "`fp8`, `rollouts_in_flight=3`",
     "bf16": "BF16, every generation waits for all",
+    "bf16@2": "BF16, `rollouts_in_flight=2`",
     "bf16@3": "BF16, `rollouts_in_flight=3`",
+    "fp8_block/fp8_block/exact": "exact `fp8_block`, every generation waits for all",
+    "fp8_block/fp8_block/exact@2": "exact `fp8_block`, `rollouts_in_flight=2`",
+    "fp8_block/fp8_block/exact@3": "exact `fp8_block`, `rollouts_in_flight=3`",
 }
+LOGNORMAL, EQUAL = "64x4096 lognormal", "64x1024 equal"
 PAGE, TOLD, FIRST = (" ".join(text.split()) for text in (BENCHMARKS, MEASURED, README))
 
 
-def runs(file: str) -> dict[str, dict]:
-    """The results of the file's one shape, by trainer; with rollouts in flight, of the last 16 steps."""
+def runs(file: str, shape: str = LOGNORMAL, last: int = 16) -> dict[str, dict]:
+    """The results of a file's runs of a shape, by trainer; with rollouts in flight, of the `last` steps."""
     found = {}
     for run in read(f"step-7b-in-flight-{file}-{H200}")["runs"]:
-        (result,) = run["results"].values()
-        last = slice(-16, None) if "in_flight" in result else slice(None)
-        found[run["trainer"]] = result | {"steps": result["steps"][last], "load": run["load"][0]}
-        if "in_flight" in result:
-            found[run["trainer"]]["in_flight"] = result["in_flight"][last]
+        if shape in run["results"]:
+            result = run["results"][shape]
+            kept = slice(-last, None) if "in_flight" in result else slice(None)
+            found[run["trainer"]] = result | {"steps": result["steps"][kept], "load": run["load"][0]}
+            if "in_flight" in result:
+                found[run["trainer"]]["in_flight"] = result["in_flight"][kept]
     return found
 
 
@@ -36,9 +43,17 @@ def seconds(result: dict, *phases: str) -> list[float]:
     return [sum(step[phase] for phase in phases) for step in result["steps"]]
 
 
+def tokens(file: str, result: dict) -> float:
+    """Tokens of a completion: with rollouts in flight of those that returned, else of those that were drawn."""
+    if "in_flight" in result:
+        return fmean(entry["completions/mean_length"] for entry in result["in_flight"])
+    lengths = read(f"step-7b-in-flight-{file}-{H200}")["lengths"][LOGNORMAL]
+    return fmean(length for step in lengths[1 : len(result["steps"]) + 1] for length in step)
+
+
 def test_steps_with_generations_in_flight():
     """Means: of the last 16 steps with rollouts in flight, else of all after the first."""
-    mean = {}
+    mean, counts = {}, []
     for file, host in FILES.items():
         for trainer, result in runs(file).items():
             if trainer not in NAMES:  # unsloth's, which has a table of its own
@@ -49,37 +64,52 @@ def test_steps_with_generations_in_flight():
             age, again = (fmean(each[f"rollouts/{what}"] for each in entries) for what in ("age", "recomputed_tokens"))
             cells = [f"{own[phase]:.2f} s" for phase in ("step", "sampling", "update", "rest")]
             cells += [f"{age:.2f}", f"{again:.0f} tokens a step"] if again else ["0", "0"]
+            cells.append(f"{tokens(file, result):.0f}")
             assert cells_of(MEASURED, f"{host}: {NAMES[trainer]}")[1:] == cells
+            if "in_flight" in result:
+                assert len(result["steps"]) == 16
+            elif trainer != "trl-control":
+                counts.append((host, len(result["steps"])))
+    assert "({}, {}, {} and {} of them)".format(*dict(counts).values()) in TOLD and len({*counts}) == 4
     two = mean["first", "fp8/fp8"] / mean["first", "fp8/fp8@2"]
     three = mean["second", "fp8/fp8"] / mean["second", "fp8/fp8@3"]
     assert f"Two generations in flight make a step {two:.2f} times as fast, three {three:.2f} times" in MEASURED
     control = mean["second", "trl-control"] / mean["second", "fp8/fp8@3"]
     assert f"a step is {control:.2f} times as fast as the control's" in MEASURED
     plain, flying = mean["third", "bf16"], mean["third", "bf16@3"]
-    assert f"in BF16 three make a step {plain / flying:.2f} times as fast" in TOLD
+    half = mean["fourth", "bf16"] / mean["fourth", "bf16@2"]
+    assert f"in BF16 two make a step {half:.2f} times as fast, three {plain / flying:.2f} times" in TOLD
     partial = " ".join(TEXTS["docs/partial_rollouts.md"].split())
     assert f"In BF16, on a third host, a factor of 3 makes it {flying:.1f} instead of {plain:.1f}" in partial
+    exact = "fp8_block/fp8_block/exact"
+    pairs = (("fp8/fp8@1.5", "fp8/fp8"), ("bf16@2", "bf16"), (f"{exact}@2", exact), (f"{exact}@3", exact))
+    shares = (mean["fourth", name] / mean["fourth", base] for name, base in pairs)
+    told = "`fp8` takes {:.2f} at 1.5, BF16 {:.2f} at 2, and exact `fp8_block` {:.2f} at 2 and {:.2f} at 3"
+    assert told.format(*shares) in PAGE
     assert f"In BF16 it takes {flying / plain:.2f} and in `fp8` {1 / three:.2f}" in PAGE
 
 
-def test_lengths_of_the_completions():
-    """With rollouts in flight those that returned, else those that were drawn."""
-    found, drawn = [], []
-    for file in FILES:
-        lengths = read(f"step-7b-in-flight-{file}-{H200}")["lengths"]["64x4096 lognormal"]
-        for trainer, result in runs(file).items():
-            if "in_flight" in result:
-                found.append(fmean(entry["completions/mean_length"] for entry in result["in_flight"]))
-                assert len(result["steps"]) == 16 and len(lengths) == 20
-            elif trainer != "trl-control":
-                measured = [length for step in lengths[1 : len(result["steps"]) + 1] for length in step]
-                drawn.append((trainer, len(result["steps"]), fmean(measured)))
-    assert "completions have {:.0f}, {:.0f} and {:.0f} tokens on average".format(*found) in TOLD
-    counts, means = zip(*((steps, mean) for trainer, steps, mean in drawn if trainer != "unsloth"))
-    told = "the mean of {}, {} and {} steps ({:.0f}, {:.0f} and {:.0f} tokens)"
-    assert told.format(*counts, *means) in TOLD
-    (theirs,) = [f"{mean:.0f}" for trainer, _, mean in drawn if trainer == "unsloth"]
-    assert f"took the first four, {theirs} tokens a completion without the first step" in PAGE
+def test_steps_in_which_kernels_were_compiled():
+    found = runs("factors")
+    two, three = (found[f"fp8_block/fp8_block/exact@{factor}"] for factor in (2, 3))
+    slow = [[each for each in result["steps"] if each["sampling"] > 12.5] for result in (two, three)]
+    fast = [[each for each in result["steps"] if each["sampling"] <= 12.5] for result in (two, three)]
+    assert [*map(len, slow)] == [5, 2]
+    sampled = [each["sampling"] for each in slow[0]]
+    told = f"sampled for {min(sampled):.1f} to {max(sampled):.1f} s, the others for "
+    assert f"{told}{max(each['sampling'] for each in fast[0]):.1f} s at most" in TOLD
+    means = (fmean(each["step"] for each in steps) for steps in fast)
+    assert "Without them the means are {:.2f} and {:.2f} s".format(*means) in TOLD
+
+
+def test_what_a_larger_batch_alone_gives():
+    """Of whole turns: of 16 steps with a factor of 2, of 15 with 3."""
+    steps = [
+        fmean(seconds(runs("factors", EQUAL, last)[name], "step"))
+        for name, last in (("fp8/fp8", 5), ("fp8/fp8@2", 16), ("fp8/fp8@3", 15))
+    ]
+    told = "takes {:.2f} s without generations in flight, {:.2f} s with a factor of 2 and {:.2f} s with a factor of 3"
+    assert told.format(*steps) in TOLD
 
 
 def test_unsloth():
@@ -106,11 +136,13 @@ def test_unsloth():
 
     theirs, ours = found["unsloth"], found["bf16"]
     assert step["unsloth"] - step["bf16"] < max(seconds(ours, "step")) - min(seconds(ours, "step"))
+    mean = tokens("bf16", theirs)
+    assert f"took the first four, {mean:.0f} tokens a completion without the first step" in PAGE
     (first, slow, last), (own, own_slow, own_last, _) = seconds(theirs, "update"), seconds(ours, "update")
     assert f"took {first:.2f} and {last:.2f} s there, ours {own:.2f} and {own_last:.2f} s" in TOLD
     assert f"the update took {slow:.2f} s, ours {own_slow:.2f} s" in TOLD
-    tokens = [sum(each) for each in read(f"step-7b-in-flight-bf16-{H200}")["lengths"]["64x4096 lognormal"][1:4]]
-    assert tokens[1] == max(tokens) and slow > 2 * max(first, last)
+    drawn = [sum(each) for each in read(f"step-7b-in-flight-bf16-{H200}")["lengths"][LOGNORMAL][1:4]]
+    assert drawn[1] == max(drawn) and slow > 2 * max(first, last)
     longer = [one / two for one, two in zip(seconds(theirs, "step"), seconds(ours, "step"))]
     assert f"its step took {longer[0]:.2f} and {longer[2]:.2f} times as long as ours" in TOLD
     longer = [one / two for one, two in zip(seconds(theirs, "sampling"), seconds(ours, "sampling", "sync"))]
@@ -131,25 +163,54 @@ def test_unsloth():
 
 
 def test_what_the_host_costs():
-    found = read(f"host-7b-{H200}")
-    of, new = found["results"], found["arguments"]["new"]
-    middle = {batch: {part: median(took) for part, took in parts.items()} for batch, parts in of.items()}
-    longer = {part: [middle[batch][part] / middle[batch]["all"] - 1 for batch in of] for part in of["64"]}
-    for part, shares in longer.items():
-        cells = []
-        for batch, share in zip(of, shares, strict=True):
-            cells += [f"{1e3 * middle[batch][part] / new:.3f}", f"{share:.1%}" if part != "all" else ""]
-        start = "nothing" if part == "all" else part
-        assert cells_of(BENCHMARKS, f"{start} |", "| without | 64 in flight |")[1:] == cells
-    spread = [(max(parts["all"]) - min(parts["all"])) / middle[batch]["all"] for batch, parts in of.items()]
-    assert "the three generations differ by {:.1%}, {:.1%} and {:.1%}".format(*spread) in PAGE
-    assert max(spread) < min(longer["text"]) and longer["outputs"][0] < 0.03 < min(longer["outputs"][1:])
-    assert [share > 0.03 for share in longer["blocks"]] == [False, True, False] and max(longer["gc"]) < 0.03
-    one, another, slow = sorted(of["192"]["gc"])
-    told = "one of the three generations without it, with 192 in flight, took {:.2f} s, the others {:.2f} and {:.2f}"
-    assert told.format(slow, one, another) in PAGE
+    shares, spreads, slow = {}, {}, {}
+    for host, file in (("third", "host-7b"), ("fourth", "host-7b-fourth-host")):
+        found = read(f"{file}-{H200}")
+        of, new = found["results"], found["arguments"]["new"]
+        middle = {batch: {part: median(took) for part, took in parts.items()} for batch, parts in of.items()}
+        longer = {part: [middle[batch][part] / middle[batch]["all"] - 1 for batch in of] for part in of["64"]}
+        for part, those in longer.items():
+            cells = []
+            for batch, share in zip(of, those, strict=True):
+                cells += [f"{1e3 * middle[batch][part] / new:.3f}", f"{share:.1%}" if part != "all" else ""]
+            start = "nothing" if part == "all" else part
+            assert cells_of(BENCHMARKS, f"{host}: {start} |", "| host: without | 64 in flight |")[1:] == cells
+        shares[host] = longer
+        spreads[host] = [(max(parts["all"]) - min(parts["all"])) / middle[batch]["all"] for batch, parts in of.items()]
+        *_, others, slow[host] = sorted(of["192"]["gc"])
+        assert slow[host] > others + 0.75 and others < 2.25
+    told = "differ by {:.1%}, {:.1%} and {:.1%} on the third host and by {:.1%}, {:.1%} and {:.1%} on the fourth"
+    assert told.format(*spreads["third"], *spreads["fourth"]) in PAGE
+    rounds = {
+        part: sum(without > whole for parts in of.values() for without, whole in zip(parts[part], parts["all"]))
+        for part in ("text", "outputs", "blocks", "gc")
+    }
+    told = "without `text` took longer than the one with all parts in {text} of 15 rounds, "
+    told += "without `outputs` in {outputs}, without `blocks` in {blocks}, and without `gc` in {gc}"
+    assert told.format(**rounds) in PAGE
+    third, fourth = (shares[host]["blocks"] for host in ("third", "fourth"))
+    assert (
+        f"saves {third[1]:.1%} with 128 in flight on the third host, {fourth[0]:.1%} and {fourth[1]:.1%} with" in PAGE
+    )
+    assert third[2] < 0.01 > fourth[2] and all(abs(longer["gc"][-1]) < 0.03 for longer in shares.values())
+    assert f"took 0.8 s longer than the others: {slow['third']:.2f} s and {slow['fourth']:.2f} s" in PAGE
     three = runs("3")["fp8/fp8@3"]
     sampling = fmean(seconds(three, "sampling")) / fmean(seconds(three, "step"))
     assert f"Sampling is {sampling:.0%} of the step of `fp8` with three generations in flight" in PAGE
-    shares = (sampling * longer[part][-1] for part in ("text", "outputs"))
-    assert "{:.1%} for `text`, {:.1%} for `outputs`".format(*shares) in PAGE
+    most = (*(sampling * shares["third"][part][-1] for part in ("text", "outputs")), sampling * fourth[0])
+    assert "{:.1%} for `text` and {:.1%} for `outputs` on the third host, and {:.1%} for `blocks`".format(*most) in PAGE
+    assert round(0.8 / fmean(seconds(three, "step")), 2) == 0.06
+
+
+def test_speculation():
+    found = read(f"speculation-3b-{H200}")
+    none, ngram, draft = (found["results"][kind] for kind in ("none", "ngram", "draft"))
+    ratios = [median(none[batch]["seconds"]) / median(ngram[batch]["seconds"]) for batch in ("8", "64")]
+    accepted = [ngram[batch]["rollouts/accepted_tokens"] for batch in ("8", "64")]
+    assert "n-grams: {:.2f} and {:.2f} times as fast with 8 and 64 completions".format(*ratios) in TOLD
+    losses = [found["taught"][name]["loss"] for name in ("policy", "drafter")]
+    assert "policy to a loss of {:.2f} nats a token, the drafter to {:.2f}".format(*losses) in PAGE
+    assert "accepts {:.2f} drafted tokens a step".format(*accepted) in PAGE and max(accepted) < 0.1
+    steps = [1e3 * median(kind["8"]["seconds"]) / 512 for kind in (none, ngram)]
+    assert "A decode step with 8 completions takes {:.1f} ms instead of {:.1f}".format(*reversed(steps)) in PAGE
+    assert "differ from the policy's by 5.8" in draft["error"] and "by 5.80 nats a token" in PAGE

@@ -10,12 +10,13 @@ from accelerate import Accelerator
 from drawing import generated, set_options
 from ended_early import at_least
 from long_tests import rest_is_long
+from safetensors.torch import load_file
 from tiny import save_tiny
 from training import config, make, metrics
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
-from speculating import DRAFTING, NGRAM, mend
+from speculating import DRAFTING, NGRAM, drafted_by, mend
 from vllm.v1.sample import rejection_sampler
 from vllm_engines import SMALL, engine, keep, policy, update
 from vllm_sampling import PROMPTS, cached, drawn, is_lean, reasons, sampled
@@ -56,9 +57,7 @@ def sampler(tmp_path_factory):
 def guessing(tmp_path_factory):
     """An engine whose drafts are samples of the policy itself, so that it accepts most of them."""
     path = tmp_path_factory.mktemp("policy")
-    drafts = {"method": "draft_model", "model": str(path), "num_speculative_tokens": 3}
-    drafts["draft_sample_method"] = "probabilistic"
-    return speculating(path, engine_kwargs=SMALL | {"speculative_config": drafts})
+    return speculating(path, engine_kwargs=drafted_by(path))
 
 
 SETTINGS = {
@@ -101,6 +100,21 @@ def test_an_engine_whose_drafts_are_good_passes(guessing, monkeypatch):
     mend(monkeypatch)
     found = check_speculation(guessing)
     assert 0 < found["sync_check/speculation_difference"] < 0.6 * found["sync_check/speculation_bound"] < 0.1
+
+
+@pytest.mark.parametrize("options", [{}, {"wide_norms": True}], ids=["int8", "int8, noise"])
+def test_a_model_that_drafts_is_loaded_as_it_is(tmp_path, monkeypatch, options):
+    """Not quantized, and without the policy's FP32 norms: it is another model, with heads of another size."""
+    mend(monkeypatch)
+    drafter = save_tiny(tmp_path / "drafter", num_hidden_layers=1, head_dim=64, dtype=torch.bfloat16)
+    sampler = speculating(tmp_path / "policy", "int8", engine_kwargs=drafted_by(drafter), **options)
+    found = sampler.check_sync()
+    assert 0 < found["sync_check/speculation_difference"] < found["sync_check/speculation_bound"]
+    held = sampler.llm.collective_rpc(lambda worker: dict(worker.model_runner.drafter.model.named_parameters()))[0]
+    assert {param.dtype for param in held.values()} == {torch.bfloat16}
+    stored = load_file(tmp_path / "drafter" / "model.safetensors")
+    same = [name for name, tensor in stored.items() if name in held and torch.equal(held[name], tensor)]
+    assert len(same) >= 4 and "model.layers.0.self_attn.q_norm.weight" in same
 
 
 needs_the_fault = pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM is right on GPUs")

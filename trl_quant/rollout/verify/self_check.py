@@ -260,7 +260,10 @@ def _explain_difference(
             "corrupted: neither the policy's nor those of an earlier sync. With `lora_sync='adapter'` the engine keeps "
             "the base that it started on: if that is not the policy's, use `lora_sync='merge'`"
         )
-    return "corrupted: neither the policy's nor those of an earlier sync"
+    fault = "corrupted: neither the policy's nor those of an earlier sync"
+    if engine.drafts is not None:
+        fault += ". Or vLLM computes otherwise while it speculates: try without 'speculative_config'"
+    return fault
 
 
 class Reference:

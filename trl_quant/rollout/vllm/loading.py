@@ -32,6 +32,8 @@ class QuantizingLoader(DefaultModelLoader):
     | `adapter` | the adapter's ranks by the names of the policy's layers, see [`~adapter.hold_adapter`] |
     | `exact` | see [`exact`] |
     | `load_format` | vLLM's name of another loader, which reads the weights instead |
+
+    The model that drafts tokens for speculative decoding is loaded as it is, because none of this describes it.
     """
 
     def __init__(self, load_config: LoadConfig):
@@ -42,7 +44,8 @@ class QuantizingLoader(DefaultModelLoader):
         self.exact = self.stream_arguments.pop("exact", False)
         reader_format = self.stream_arguments.pop("load_format", None)
         plain = dataclasses.replace(load_config, load_format=reader_format or "auto", model_loader_extra_config={})
-        self.reader = get_model_loader(plain) if reader_format else None
+        self.plain = get_model_loader(plain)
+        self.reader = self.plain if reader_format else None
         super().__init__(dataclasses.replace(plain, load_format="auto"))
 
     def get_all_weights(self, model_config, model):
@@ -64,6 +67,9 @@ class QuantizingLoader(DefaultModelLoader):
             widen_norms(model, model_config.hf_text_config.model_type)
 
     def load_model(self, vllm_config, model_config, **kwargs):
+        speculative = vllm_config.speculative_config
+        if speculative is not None and model_config is speculative.draft_model_config:
+            return self.plain.load_model(vllm_config=vllm_config, model_config=model_config, **kwargs)
         self.target_device = vllm_config.device_config.device
         with one_copy.without_memory() if one_copy.lent_weights() else nullcontext():
             model = super().load_model(vllm_config=vllm_config, model_config=model_config, **kwargs)
