@@ -311,11 +311,12 @@ def test_inductor_keeps_the_bits_if_it_keeps_the_roundings():
     [
         # An adapter and all weights, compiled in one of the two ways, each with two layers. A precision is in one run:
         # `test_a_decoder_layer_is_one_graph` has it with an adapter and with all weights
-        pytest.param("int8", "full", "each layer", 2, marks=pytest.mark.long),
-        pytest.param("fp8", "lora", "model", 2, marks=pytest.mark.long),
+        ("int8", "full", "each layer", 2),
+        ("fp8", "lora", "model", 2),
         ("nvfp4", "full", "model", 1),
     ],
 )
+@pytest.mark.long
 def test_a_run_equals_one_without_the_compiler(tmp_path, precision, kind, of, layers):
     room, products_of_a_layer = (traced, 4) if precision in FLOWS else (weight_only, 7)
     function, expected = room.codes_of, products_of_a_layer * layers

@@ -170,7 +170,7 @@ def test_rounds_end_with_the_budget(tmp_path, rollout_precision):
 
 @pytest.mark.parametrize(
     "options",
-    [pytest.param({}, marks=pytest.mark.long), OPTIONS["generations"], {"rollouts_in_flight": 2.5}],
+    rest_is_long([{}, OPTIONS["generations"], {"rollouts_in_flight": 2.5}], OPTIONS["generations"]),
     ids=["one", "generations", "in flight"],
 )
 def test_killed_and_resumed_equals_unbroken(tmp_path, options):

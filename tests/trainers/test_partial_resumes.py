@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from long_tests import rest_is_long
 from remembering import assert_goes_on, in_flight, partial_run, returned
 from tiny import tiny_model
 from training import Killed, dataset, killing, metrics
@@ -52,7 +53,7 @@ def logs_of(trainer) -> list[dict]:
     return [log for log in metrics(trainer) if "loss" in log]
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", rest_is_long([2, 3]))
 def test_groups_of_another_size_start_again(tmp_path, caplog, size):
     """They keep their places in TRL's order and lose their tokens; groups of the same size lose none."""
     before = killed(tmp_path)

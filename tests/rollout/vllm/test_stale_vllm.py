@@ -136,7 +136,8 @@ def test_any_order_of_changes(tmp_path):
     assert left > STEPS / 4
 
 
-@pytest.mark.parametrize("peft", rest_is_long([True, False]), ids=["lora", "full"])
+@pytest.mark.long
+@pytest.mark.parametrize("peft", [True, False], ids=["lora", "full"])
 def test_the_best_weights_are_sampled_from(tmp_path, monkeypatch, peft):
     """They come back after the last step, and with no step of their own."""
     found = {}
