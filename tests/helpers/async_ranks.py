@@ -1,6 +1,7 @@
 """Asynchronous training by one process or by one of several ranks: on given samples, or with an engine in a thread."""
 
 import os
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ THREADS = {
 def trained(case: str, path: Path, ranks: int = 1, resume: str | None = None):
     """A training of a case, "async-", a correction or a precision, and a tuning, on eight samples an update."""
     from asynchronous import asynchronous, given_samples
+    from conversing import ANSWER, Chosen, add, asking, speaking
     from training import dataset, lora, spread
 
     _, kind, tuning = case.split("-")
@@ -32,6 +34,12 @@ def trained(case: str, path: Path, ranks: int = 1, resume: str | None = None):
         trainer = asynchronous(path, samples, model=model, max_steps=3, is_correction=kind, **settings)
     elif kind == "server":
         trainer = asynchronous(path, model=model, max_steps=4, **server_of_a_test(), **settings)
+    elif kind == "tools":
+        given = {"model": model, "data": asking(1), "max_completion_length": 60}
+        trainer = speaking(path, tools=[add], **given, **settings | THREADS[tuning])
+        # Groups of four, whose members add different numbers
+        calls = cycle(f'add({{"a": 1, "b": {b}}})' for b in (2, 30, 4, 500))
+        Chosen(trainer, lambda turn: ANSWER if turn else next(calls))
     elif kind == "broken":
         trainer = asynchronous(path, model=model, max_steps=20, rewards=breaks_later(), **settings)
     else:
@@ -86,6 +94,7 @@ def breaks_later():
 def log(trainer) -> list[dict]:
     kept = ("loss", "rollouts/age", "rollouts/age_max", "mismatch/kl_k3", "entropy", "batch/samples_per_step", "reward")
     kept += ("mismatch/by_age/0", "mismatch/by_age/2", "ais/alpha", "ratio", "mismatch/rescued_fraction")
+    kept += ("tools/call_frequency", "rollout/turns_mean", "mismatch/by_turn/1")
     history = [entry for entry in trainer.state.log_history if "rollouts/age" in entry]
     return [{name: entry[name] for name in kept if name in entry} for entry in history]
 

@@ -20,7 +20,8 @@ PARTITIONED = ["embedded-int8-full", "embedded-int8-lora", "experts-int8-lora"] 
 EMBEDDED = [*PARTITIONED, "hybrid-int8-full", "rloo-int8-full", "distilled-int8-full", "truncated-int8-full"]
 PPO = ["ppo-int8-full", "ppo-int8-lora", "ppo-int8-shared"]
 THREADS = ["async-int8-full", "async-int8-lora"]
-ASYNC = ["async-tis-full", *THREADS, "async-broken-full"]
+TOOLS = "async-tools-full"
+ASYNC = ["async-tis-full", *THREADS, TOOLS, "async-broken-full"]
 PASSES = ["passes-int4-full", "passes-int4-lora"]
 TRAINED = ["trained-nvfp4-lora", "trained-fp8_block-full"]
 PACKED = ["packed-int4-full", "packed-int4-lora"]
@@ -44,7 +45,7 @@ LAUNCHES = {
         "ddp",
         [
             *("embedded-int8-lora", "hybrid-int8-full", "rloo-int8-full", "distilled-int8-full", "ppo-int8-full"),
-            *("ppo-int8-lora", "async-tis-full", "async-int8-lora", "passes-int4-full", "masked-int8-lora"),
+            *("ppo-int8-lora", "async-tis-full", "async-int8-lora", TOOLS, "passes-int4-full", "masked-int8-lora"),
         ],
     ),
     f"tp{LONG}": ("ddp", ["spread-bf16-full"]),
@@ -204,6 +205,8 @@ def test_asynchronous_samples_train_as_on_one_rank(found, beside_one_rank, confi
     assert way > 0 and gap < 1e-3 * way
     for ours, theirs in zip(left["log"], async_ranks.log(one), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-6)
+        if case == TOOLS:
+            assert ours["tools/call_frequency"] == 1 and ours["rollout/turns_mean"] == 2
 
 
 @pytest.mark.parametrize(("configuration", "case"), wherever(THREADS))
