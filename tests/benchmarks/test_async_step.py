@@ -1,5 +1,9 @@
 """`benchmarks/async_step.py`: what counts as an update, and which servers it names."""
 
+import json
+import os
+import re
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +14,10 @@ from transformers import AutoTokenizer
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
+import file_transfer
+from servers import FILES, PROCESSED, serve, use_files, wait_for
+
+
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
@@ -72,6 +80,25 @@ def test_the_servers_start_from_the_policy_that_was_written(async_step, tmp_path
     assert (policy.stat().st_mtime_ns, (policy / "model.safetensors").stat().st_mtime_ns) == written
     tokenizer = AutoTokenizer.from_pretrained(policy)
     assert tokenizer.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=False).startswith("<|im_start|>")
+
+
+@pytest.mark.long
+def test_updates_on_samples_of_a_server(async_step, tmp_path, monkeypatch, capsys):
+    """Ours in BF16; weights travel in files, because a CPU has no NCCL."""
+    words, policy = save_words(tmp_path / "words.json"), tmp_path / "policy"
+    async_step.main(["--policy", str(policy), "--tokenizer", str(words)])
+    use_files(monkeypatch)
+    monkeypatch.setattr(file_transfer, "FILE", tmp_path / "weights.pt")
+    process, url = serve(policy, *PROCESSED, *FILES, file=tmp_path / "weights.pt")
+    try:
+        wait_for(process, url)
+        async_step.main(["--policy", str(policy), "--trainer", "bf16", "--server", url, "--steps", "4"])
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+    found = json.loads(re.findall(r"\{.*\}", capsys.readouterr().out)[-1])
+    assert found["trainer"] == "bf16" and len(found["seconds"]) == len(found["age"]) == 3
+    assert all(0 <= waited < seconds for waited, seconds in zip(found["waited"], found["seconds"], strict=True))
+    assert all(0 <= age <= 2 for age in found["age"])
 
 
 def test_lengths_that_differ_are_refused(async_step, tmp_path, capsys):
