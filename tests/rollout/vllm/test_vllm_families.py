@@ -79,8 +79,7 @@ def test_a_window_that_is_wider_in_vllm(tmp_path):
         sampler.check_sync()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("family", ["cohere2", "smollm3"])
+@pytest.mark.parametrize("family", rest_is_long(["cohere2", "smollm3"]))
 def test_noise_arrives(tmp_path, family):
     """In LayerNorms, and in norms of transformers' classes."""
     sampler = sampler_of(tmp_path, "bf16", True, "cpu", family=family, **OPTIONS.get(family, {}))
