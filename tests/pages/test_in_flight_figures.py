@@ -102,6 +102,28 @@ def test_steps_in_which_kernels_were_compiled():
     assert "Without them the means are {:.2f} and {:.2f} s".format(*means) in TOLD
 
 
+def test_when_kernels_were_written():
+    """Seconds after the jobs' start; the job of factor 2 ended at 621, a few seconds after its last step."""
+    written, steps = read(f"kernels-7b-in-flight-{H200}")["seconds"], []
+    for run in read(f"step-7b-in-flight-factors-{H200}")["runs"]:
+        if run["trainer"] == "fp8_block/fp8_block/exact@2":
+            steps = [run["results"][LOGNORMAL]["warm_up"], *run["results"][LOGNORMAL]["steps"]]
+    end, counts = 621 - 3, []
+    for step in reversed(steps):
+        counts.insert(0, sum(end - step["step"] <= moment < end for moment in written))
+        end -= step["step"]
+    slow = [step["sampling"] > 12.5 for step in steps]
+    before, late = sum(moment < end for moment in written), sum(moment >= 621 for moment in written)
+    inside = [sum(count for count, each in zip(counts[4:], slow[4:]) if each is is_slow) for is_slow in (True, False)]
+    told = (
+        "Of {}, {} were written while the first two exact engines started. With factor 2, {} fell into the warm-up, {} "
+    )
+    told += "into the first three steps, which also sampled long and are not counted, and {} into the five slow steps; "
+    told += "{} fell into the other eleven. {} fell into the time of the two slow steps"
+    assert told.format(len(written), before, counts[0], sum(counts[1:4]), *inside, late) in PAGE
+    assert all(slow[1:4]) and sum(slow[4:]) == 5 and sum(map(bool, counts[4:])) == 6
+
+
 def test_what_a_larger_batch_alone_gives():
     """Of whole turns: of 16 steps with a factor of 2, of 15 with 3."""
     steps = [

@@ -25,6 +25,7 @@ from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.rollout.engine import Request, requests_for
 from trl_quant.rollout.settings import SamplingSettings
 from trl_quant.rollout.verify import speculation
+from trl_quant.rollout.verify.self_check import self_check
 from trl_quant.rollout.verify.speculation import (
     check_speculation,
     compared,
@@ -114,6 +115,24 @@ def test_a_model_that_drafts_is_loaded_as_it_is(tmp_path, monkeypatch):
     stored = load_file(tmp_path / "drafter" / "model.safetensors")
     same = [name for name, tensor in stored.items() if name in held and torch.equal(held[name], tensor)]
     assert len(same) >= 4 and "model.layers.0.self_attn.q_norm.weight" in same
+
+
+def test_a_wrong_engine_that_speculates_is_told_what_else_it_may_be(sampler, monkeypatch):
+    logps = sampler.logps
+
+    def off(*given):
+        sequences, found = logps(*given)
+        return sequences, [each - 5 for each in found]
+
+    monkeypatch.setattr(sampler, "logps", off)
+    monkeypatch.setattr(sampler, "last_check", None)
+    with pytest.raises(RuntimeError, match=r"corrupted: .*try without 'speculative_config'\. Its log-probabilities"):
+        self_check(sampler)
+    monkeypatch.setattr(sampler, "drafts", None)
+    monkeypatch.setattr(sampler, "last_check", None)  # else it is stale, as it computes the same again
+    with pytest.raises(RuntimeError, match="corrupted: ") as refused:
+        self_check(sampler)
+    assert "speculat" not in str(refused.value)
 
 
 needs_the_fault = pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM is right on GPUs")

@@ -255,12 +255,12 @@ def _explain_difference(
         rows = zip(sampled, last["logps"], lengths)
         if all(torch.equal(now[:length], before[:length]) for now, before, length in rows):
             return "stale: the engine computes the same as before the last syncs"
-    if engine.lora_sync == "adapter":
-        return (
-            "corrupted: neither the policy's nor those of an earlier sync. With `lora_sync='adapter'` the engine keeps "
-            "the base that it started on: if that is not the policy's, use `lora_sync='merge'`"
-        )
     fault = "corrupted: neither the policy's nor those of an earlier sync"
+    if engine.lora_sync == "adapter":
+        fault += (
+            ". With `lora_sync='adapter'` the engine keeps the base that it started on: if that is not the policy's, "
+            "use `lora_sync='merge'`"
+        )
     if engine.drafts is not None:
         fault += ". Or vLLM computes otherwise while it speculates: try without 'speculative_config'"
     return fault
