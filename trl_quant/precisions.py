@@ -39,6 +39,7 @@ class InVLLM:
         wrong_kernels (`tuple[str, ...]`): Prefixes of the names of kernels that compute something else.
         experts (`str` or `None`):
             The class of vLLM that runs a mixture's experts in this precision on a GPU; `None` if none computes it.
+        for_experts (`dict[str, str]`): vLLM's arguments for a mixture of experts, where a run gives no others.
         as_given (`dict[str, str]`):
             Environment variables that make vLLM multiply with the codes and scales that it is given. On Hopper it would
             otherwise requantize block-scaled weights for DeepGEMM, with scales that are powers of two.
@@ -56,6 +57,7 @@ class InVLLM:
     kernels: tuple[str, ...] = ()
     wrong_kernels: tuple[str, ...] = ()
     experts: str | None = None
+    for_experts: dict[str, str] = field(default_factory=dict)
     as_given: dict[str, str] = field(default_factory=dict)
 
 
@@ -155,6 +157,7 @@ PRECISIONS: dict[str, Precision] = {
             online="fp8_per_channel",
             wrong_kernels=("Marlin",),
             experts="CompressedTensorsW8A8Fp8MoEMethod",
+            for_experts={"moe_backend": "triton"},  # vLLM takes CUTLASS's kernels, which are slower on an H200
         ),
         unified=True,
         trains_experts=True,

@@ -28,6 +28,15 @@ pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
 ATTENTION = LoraConfig(r=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
 
 
+def usual(llm) -> list[tuple[list[int], list[float]]]:
+    """
+    The most frequent of five greedy generations. In `nvfp4` vLLM does not always repeat itself: on an H200 with 0.26,
+    three engines on the same weights gave other log-probabilities of one completion in 3 of 60 generations.
+    """
+    found = [greedy(llm) for _ in range(5)]
+    return max(found, key=found.count)
+
+
 OF_LAYER = [f"model.layers.1.mlp.experts.{leaf}" for leaf in ("gate_up_proj", "down_proj")]
 
 
@@ -65,16 +74,17 @@ def test_live_equals_fresh_and_faults_are_found(family, precision, tmp_path, mon
     sampler = engine(model, precision, engine_kwargs=SLEEPING, enable_sleep_mode=True)
     backends = sampler.llm.apply_model(lambda vllms: {backend_of(layer) for layer in expert_layers(vllms).values()})
     print(family, precision, backends)
+    assert backends == [{"TRITON"}] or not PRECISIONS[precision].vllm.for_experts
     seen, copies = [], []
     for seed in range(3):
         update(model, seed=seed)
         sampler.sync()
         sampler.check_sync()
-        seen.append(greedy(sampler.llm))
+        seen.append(usual(sampler.llm))
         copies.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
         sampler.rest()
         sampler.ensure_ready()
-        assert greedy(sampler.llm) == seen[-1]
+        assert usual(sampler.llm) == seen[-1]
     assert len({str(samples) for samples in seen}) == 3
     stale = faults(sampler)
     update(model, seed=3)
@@ -94,30 +104,30 @@ def test_live_equals_fresh_and_faults_are_found(family, precision, tmp_path, mon
     codes = {"prepared": PRECISIONS[precision].format is not None, "device": "cuda"}
     for number, (state, samples) in enumerate(zip(copies, seen, strict=True)):
         model.load_state_dict(state)
-        assert greedy(fresh(model, precision, tmp_path / f"checkpoint-{number}", **codes)) == samples
+        assert usual(fresh(model, precision, tmp_path / f"checkpoint-{number}", **codes)) == samples
     torch.cuda.empty_cache()
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
 def test_kernels_that_a_run_asks_for(family, tmp_path):
-    """Triton's instead of CUTLASS's: they hold experts as they are loaded too."""
+    """CUTLASS's instead of Triton's: they hold experts as they are loaded too."""
     if missing := supported_precisions()["fp8"]:
         pytest.skip(missing)
-    asked = {"moe_backend": "triton"}
+    asked = {"moe_backend": "cutlass"}
     model, seen = mixture(tmp_path / "model", family), []
     sampler = engine(model, "fp8", engine_kwargs=SLEEPING | asked, enable_sleep_mode=True)
     (backends,) = sampler.llm.apply_model(lambda vllms: {backend_of(layer) for layer in expert_layers(vllms).values()})
-    assert backends == {"TRITON"}
+    assert backends == {"CUTLASS"}
     for seed in range(2):
         update(model, seed=seed)
         sampler.sync()
         sampler.check_sync()
-        seen.append(greedy(sampler.llm))
+        seen.append(usual(sampler.llm))
         sampler.rest()
         sampler.ensure_ready()
-        assert greedy(sampler.llm) == seen[-1]
+        assert usual(sampler.llm) == seen[-1]
     assert sampler.differing_weight() is None and seen[0] != seen[1]
-    assert greedy(fresh(model, "fp8", tmp_path / "fresh", prepared=True, device="cuda", **asked)) == seen[-1]
+    assert usual(fresh(model, "fp8", tmp_path / "fresh", prepared=True, device="cuda", **asked)) == seen[-1]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "nvfp4"])
@@ -132,12 +142,12 @@ def test_an_adapter_beside_its_base_and_noise(family, precision, tmp_path):
         update(model, seed=seed)
         sampler.sync()
         sampler.check_sync()
-        seen.append(greedy(sampler.llm))
+        seen.append(usual(sampler.llm))
     sampler.lay_noise(RolloutNoise(3e-2, 3, 7))
-    noisy = greedy(sampler.llm)
+    noisy = usual(sampler.llm)
     assert sampler.effective_sigma == pytest.approx(3e-2, rel=0.05)
     sampler.lay_noise(RolloutNoise())
-    assert greedy(sampler.llm) == seen[-1]
+    assert usual(sampler.llm) == seen[-1]
     assert len({str(samples) for samples in (*seen, noisy)}) == 3
 
 
@@ -203,7 +213,7 @@ def test_a_sync_of_what_has_changed(precision, sleeping, tmp_path, monkeypatch):
         assert sent == changed
         assert sampler.differing_weight() is None
         sampler.ensure_ready()  # wakes the cache
-        seen.append(greedy(sampler.llm))
+        seen.append(usual(sampler.llm))
         copies.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
         now = held(sampler)
         sampler.is_current = False
@@ -217,10 +227,10 @@ def test_a_sync_of_what_has_changed(precision, sleeping, tmp_path, monkeypatch):
             sent.clear()
             sampler.ensure_ready()
             assert sent == groups
-            assert greedy(sampler.llm) == seen[-1]
+            assert usual(sampler.llm) == seen[-1]
     assert len({str(samples) for samples in seen}) == 3
     codes = {"prepared": PRECISIONS[precision].format is not None, "device": "cuda"}
     for number, (state, samples) in enumerate(zip(copies, seen, strict=True)):
         model.load_state_dict(state)
-        assert greedy(fresh(model, precision, tmp_path / f"checkpoint-{number}", **codes)) == samples
+        assert usual(fresh(model, precision, tmp_path / f"checkpoint-{number}", **codes)) == samples
     torch.cuda.empty_cache()

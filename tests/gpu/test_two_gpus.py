@@ -165,6 +165,8 @@ def test_server(tmp_path, precision, kind):
         flags += ["--quantization", online]
     elif precision != "bf16":
         model = quantize_checkpoint(model, tmp_path / "prepared", precision)
+    chosen = PRECISIONS[precision].vllm.for_experts if kind == "experts" else {}
+    flags += [word for name, value in chosen.items() for word in (f"--{name.replace('_', '-')}", value)]
     port = free()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
     with (tmp_path / "server.log").open("w") as log:

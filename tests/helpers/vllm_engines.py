@@ -28,7 +28,7 @@ from vllm.distributed import parallel_state
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 
-from trl_quant.models.families import GATES, HEAD, ROUTERS
+from trl_quant.models.families import GATES, HEAD, ROUTERS, number_of_experts
 from trl_quant.models.linears import unquantized_linears
 from trl_quant.precisions import PRECISIONS
 from trl_quant.rollout import VLLMEngine
@@ -174,6 +174,7 @@ def fresh(model, precision: str, path, prepared: bool = False, device: str = "cp
         "logprobs_mode": "processed_logprobs",
         "gpu_memory_utilization": MEMORY,
         **SMALL,
+        **(PRECISIONS[precision].vllm.for_experts if number_of_experts(model.config.to_dict()) > 1 else {}),
     }
     with keeping_classes(model) as changed:
         llm = LLM(str(quantized), **settings | options)

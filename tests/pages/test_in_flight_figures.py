@@ -8,7 +8,8 @@ from pages import README, TEXTS
 
 
 PHASES = ("step", "sampling", "sync", "update", "rest")
-FILES = {"1": "first", "2": "first", "3": "second", "bf16": "third", "factors": "fourth"}  # the host of each
+# The host of each
+FILES = {"1": "first", "2": "first", "3": "second", "bf16": "third", "factors": "fourth", "vllm-0.33": "fifth"}
 NAMES = {
     "trl-control": "the control, BF16",
     "fp8/fp8": "`fp8`, every generation waits for all",
@@ -70,7 +71,7 @@ def test_steps_with_generations_in_flight():
                 assert len(result["steps"]) == 16
             elif trainer != "trl-control":
                 counts.append((host, len(result["steps"])))
-    assert "({}, {}, {} and {} of them)".format(*dict(counts).values()) in TOLD and len({*counts}) == 4
+    assert "({}, {}, {}, {} and {} of them)".format(*dict(counts).values()) in TOLD and len({*counts}) == 5
     two = mean["first", "fp8/fp8"] / mean["first", "fp8/fp8@2"]
     three = mean["second", "fp8/fp8"] / mean["second", "fp8/fp8@3"]
     assert f"Two generations in flight make a step {two:.2f} times as fast, three {three:.2f} times" in MEASURED
@@ -84,6 +85,8 @@ def test_steps_with_generations_in_flight():
     exact = "fp8_block/fp8_block/exact"
     pairs = (("fp8/fp8@1.5", "fp8/fp8"), ("bf16@2", "bf16"), (f"{exact}@2", exact), (f"{exact}@3", exact))
     shares = (mean["fourth", name] / mean["fourth", base] for name, base in pairs)
+    fifth = (mean["fifth", f"fp8/fp8@{factor}"] / mean["fifth", "fp8/fp8"] for factor in (2, 3))
+    assert "on the fifth, `fp8` takes {:.2f} at 2 and {:.2f} at 3".format(*fifth) in PAGE
     told = "`fp8` takes {:.2f} at 1.5, BF16 {:.2f} at 2, and exact `fp8_block` {:.2f} at 2 and {:.2f} at 3"
     assert told.format(*shares) in PAGE
     assert f"In BF16 it takes {flying / plain:.2f} and in `fp8` {1 / three:.2f}" in PAGE
@@ -170,9 +173,6 @@ def test_unsloth():
     longer = [one / two for one, two in zip(seconds(theirs, "sampling"), seconds(ours, "sampling", "sync"))]
     assert f"Its sampling took {min(longer):.2f} to {max(longer):.2f} times as long as our sampling and sync" in TOLD
     assert f"not its mean of {fmean(seconds(theirs, 'step')):.2f} s" in TOLD
-    fp8 = [fmean(seconds(runs("3")[name], "step")) for name in ("fp8/fp8", "fp8/fp8@3")]
-    told = "Its {:.2f} s on the second host, and {:.2f} s with three generations in flight, are {:.2f} and {:.2f} times"
-    assert told.format(*fp8, *(step["unsloth"] / each for each in fp8)) + " as fast as unsloth's BF16" in TOLD
 
     entry = theirs["unsloth"]
     versions = ("trl", "transformers", "datasets", "xformers")
@@ -182,6 +182,22 @@ def test_unsloth():
     assert entry["packing"]["_unsloth_seq_packing_grad_ok"] and entry["adds_adapter_to_base"]
     assert f"with up to {entry['packing']['_unsloth_seq_packing_grad_verified_T']} tokens in a row" in PAGE
     assert entry["packed_attention"] == "xformers"
+
+
+def test_unsloth_in_fp8():
+    (run,) = read(f"step-7b-unsloth-fp8-{H200}")["runs"]
+    theirs = run["results"][LOGNORMAL]
+    step = seconds(theirs, "step")
+    told = f"took {median(step):.2f} s on the fifth host, the median of 3 ({min(step):.2f} to {max(step):.2f} s;"
+    assert told in TOLD and len(step) == 3
+    phases = (median(seconds(theirs, phase)) for phase in ("sampling", "update"))
+    assert "with {:.2f} s of sampling and {:.2f} s of update".format(*phases) in TOLD
+    ours = [median(seconds(runs("vllm-0.33", last=19)[name], "step")) for name in ("fp8/fp8", "fp8/fp8@3")]
+    told = "our `fp8` took {:.2f} s, and {:.2f} s with three generations in flight: {:.2f} and {:.2f} times as fast"
+    assert told.format(*ours, *(median(step) / each for each in ours)) in TOLD
+    drawn = [sum(each) for each in read(f"step-7b-unsloth-fp8-{H200}")["lengths"][LOGNORMAL][1:4]]
+    assert step.index(max(step)) == drawn.index(max(drawn))
+    assert theirs["unsloth"]["packed_attention"] == "sdpa" and not theirs["unsloth"]["adds_adapter_to_base"]
 
 
 def test_what_the_host_costs():
@@ -225,14 +241,33 @@ def test_what_the_host_costs():
 
 
 def test_speculation():
-    found = read(f"speculation-3b-{H200}")
-    none, ngram, draft = (found["results"][kind] for kind in ("none", "ngram", "draft"))
+    found, known = read(f"speculation-3b-{H200}"), read(f"speculation-3b-known-text-{H200}")
+    none, ngram = (found["results"][kind] for kind in ("none", "ngram"))
     ratios = [median(none[batch]["seconds"]) / median(ngram[batch]["seconds"]) for batch in ("8", "64")]
     accepted = [ngram[batch]["rollouts/accepted_tokens"] for batch in ("8", "64")]
     assert "n-grams: {:.2f} and {:.2f} times as fast with 8 and 64 completions".format(*ratios) in TOLD
     losses = [found["taught"][name]["loss"] for name in ("policy", "drafter")]
     assert "policy to a loss of {:.2f} nats a token, the drafter to {:.2f}".format(*losses) in PAGE
-    assert "accepts {:.2f} drafted tokens a step".format(*accepted) in PAGE and max(accepted) < 0.1
+    assert "accepts {:.2f} n-grams' tokens a step".format(*accepted) in PAGE and max(accepted) < 0.1
     steps = [1e3 * median(kind["8"]["seconds"]) / 512 for kind in (none, ngram)]
     assert "A decode step with 8 completions takes {:.1f} ms instead of {:.1f}".format(*reversed(steps)) in PAGE
-    assert "differ from the policy's by 5.8" in draft["error"] and "by 5.80 nats a token" in PAGE
+    losses = [known["taught"][name]["loss"] for name in ("policy", "drafter")]
+    assert "learned them to {:.2f} nats a token, the drafter to {:.2f}".format(*losses) in PAGE
+    rows = {
+        "waiting": "asynchronous scheduling off",
+        "ngram": "n-grams, on the host",
+        "ngram_gpu": "n-grams, on the GPU",
+    }
+    longer = {}
+    for kind, name in rows.items():
+        cells = []
+        for batch in ("8", "64"):
+            row, whole = known["results"][kind][batch], known["results"]["none"][batch]
+            longer[kind, batch] = median(row["seconds"]) / median(whole["seconds"])
+            accepted = row.get("rollouts/accepted_tokens")
+            cells += [f"{1 / longer[kind, batch]:.2f}x", "" if accepted is None else f"{accepted:.2f}"]
+        assert cells_of(BENCHMARKS, f"{name} |", "| kind | 8 completions |")[1:] == cells
+    told = "sampling takes {:.2f} and {:.2f} times as long"
+    assert told.format(*(longer["waiting", batch] for batch in ("8", "64"))) in PAGE
+    for file, nats in ((found, "5.80 nats a token"), (known, "4.42")):
+        assert f"by {nats[:4].rstrip('0')}" in file["results"]["draft"]["error"] and f"({nats})" in PAGE

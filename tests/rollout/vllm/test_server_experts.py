@@ -253,5 +253,7 @@ def test_what_a_server_must_not_do(sampler):
     assert fault == "the precision 'fp8_per_channel', and `rollout_precision`='bf16'"
     command = serve_command("model", "fp8", has_experts=True)
     assert "--model model --format fp8 --output model-fp8" in command and " model-fp8 --dtype" in command
+    assert command.count(" --moe-backend triton") == 1
+    assert "--moe" not in serve_command("model", "fp8") + serve_command("model", "fp8_block", has_experts=True)
     assert "--quantization" not in command and "--quantization fp8_per_channel" in serve_command("model", "fp8")
     assert "prepare" not in serve_command("model", "bf16", has_experts=True)

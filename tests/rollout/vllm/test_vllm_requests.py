@@ -139,6 +139,30 @@ def test_an_engine_is_started_as_trl_starts_it(tmp_path, monkeypatch):
     assert set(ours) - set(theirs) <= {"dtype"}
 
 
+def test_a_mixture_gets_the_kernels_of_its_precision(tmp_path, monkeypatch):
+    """But for those that the run asks for. A dense model, and other precisions, leave the choice to vLLM."""
+    told = []
+
+    def record(*args, **arguments):
+        told.append(arguments.get("moe_backend"))
+        raise ConnectionError("told")
+
+    monkeypatch.setattr(vllm, "LLM", record)
+    for check in ("engine.check_device", "base.check_experts_here"):
+        monkeypatch.setattr(f"trl_quant.rollout.vllm.{check}", lambda *args, **kwargs: None)
+    asked = {"moe_backend": "cutlass"}
+    for family, precision, given in (
+        ("qwen3_moe", "fp8", {}),
+        ("qwen3_moe", "fp8", asked),
+        ("qwen3_moe", "bf16", {}),
+        ("qwen3", "fp8", {}),
+    ):
+        model = policy(tmp_path / family, family=family)
+        with pytest.raises(ConnectionError, match="told"):
+            VLLMEngine(model, Accelerator(cpu=True), tiny_tokenizer(), precision=precision, engine_kwargs=given)
+    assert told == ["triton", "cutlass", None, None]
+
+
 # A server
 
 

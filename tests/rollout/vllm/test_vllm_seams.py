@@ -128,9 +128,9 @@ def test_environment_variables():
 def test_flags_of_the_server():
     from trl_quant.rollout.vllm.serving import serve_command
 
-    command = serve_command("model", "fp8", "http://127.0.0.1:8001", True).splitlines()[-1]
+    command = serve_command("model", "fp8", "http://127.0.0.1:8001", True, has_experts=True).splitlines()[-1]
     flags = {flag.replace("-", "_") for flag in re.findall(r" --([a-z-]+)", command)}
-    assert {"host", "port", "trust_remote_code"} <= flags
+    assert {"host", "port", "trust_remote_code", "moe_backend"} <= flags
     assert flags - {"host", "port"} <= resolve("vllm:EngineArgs").__dataclass_fields__.keys()
 
 

@@ -238,11 +238,11 @@ class VLLMEngine(VLLMBase):
         check_architecture(config, self.vllm.model_impl)
         self.checkpoint_dtype = config.dtype or torch.bfloat16
         prepared = check_prepared(config, self.precision)
-        # A policy that trains in this precision sends its own codes and scales; vLLM would compute other scales, in
-        # FP32
+        # A policy that trains in this precision sends its own codes and scales, because vLLM would compute others
         self.plan_stream(prepared or self.weights.multiplies_in(self.precision))
         entry = PRECISIONS[self.precision]
-        arguments = {"dtype": "bfloat16", "quantization": entry.vllm.online, **arguments}
+        of_mixture = entry.vllm.for_experts if self.has_experts else {}
+        arguments = {"dtype": "bfloat16", "quantization": entry.vllm.online, **of_mixture, **arguments}
         arguments["enable_sleep_mode"] = self.sleep_level > 0
         self.returns_routing = self.returns_routing and returns_routing_of(self.weights.base_model, arguments)
         if self.returns_routing:

