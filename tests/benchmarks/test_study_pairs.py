@@ -156,7 +156,9 @@ def test_effects_that_add_up_are_told_from_those_that_do_not():
 # Start models
 
 
-@pytest.mark.parametrize("name", [*map(str, range(6)), *(f"mixture-{index}" for index in range(3))])
+@pytest.mark.parametrize(
+    "name", rest_is_long([*map(str, range(6)), *(f"mixture-{index}" for index in range(3))], "0", "mixture-0")
+)
 def test_a_start_model_is_the_one_whose_checksum_is_stored(tmp_path, name):
     starts.unpack(name, tmp_path)
     stored, unpacked = load(starts.weights_of(name)), load_file(tmp_path / "model.safetensors")

@@ -74,7 +74,7 @@ def parameters(module: nn.Module) -> list[nn.Parameter]:
     return [p for p in module.parameters() if p.requires_grad]
 
 
-@pytest.mark.parametrize(("dtype", "bias"), [(torch.bfloat16, False), (torch.float32, True)])
+@pytest.mark.parametrize(("dtype", "bias"), rest_is_long([(torch.bfloat16, False), (torch.float32, True)]))
 @pytest.mark.parametrize("precision", [*FLOWS, *qat_precisions()])
 def test_a_layer_that_trains(precision, dtype, bias):
     torch.manual_seed(0)

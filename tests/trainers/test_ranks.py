@@ -50,18 +50,13 @@ LAUNCHES = {
     ),
     f"tp{LONG}": ("ddp", ["spread-bf16-full"]),
     f"dp{LONG}": ("ddp", ["dp-int8-full", "beside-int8-lora"]),  # vLLM keeps a process to one tensor parallel size
-    "fsdp2": (
-        "fsdp2",
-        [
-            *("embedded-int8-full", "experts-int8-lora", "async-int8-full", *SHARDED[:1], "fsdp2-int8-lora"),
-        ],
-    ),
+    "fsdp2": ("fsdp2", ["embedded-int8-full", "experts-int8-lora", "fsdp2-int8-lora"]),
     f"fsdp2{LONG}": (
         "fsdp2",
         [
             *EMBEDDED[1:2],
             *EMBEDDED[3:],
-            *(PPO[0], PPO[2], ASYNC[0], *ASYNC[2:], *PACKED, *MASKED, *SHARDED[1:], SHARDED_EXPERTS),
+            *(PPO[0], PPO[2], *ASYNC, *PACKED, *MASKED, *SHARDED, SHARDED_EXPERTS),
             *("unified-int8-full", "split-int8-lora", "gathered-bf16-lora"),
         ],
     ),
