@@ -45,8 +45,9 @@ The first steps return the short completions: compare means of the steps after t
 One trainer runs all shapes, the largest first. The first step of a shape warms up. The table has the medians of the
 others, so phases need not add up to the step. Memory is the peak in these steps: torch's allocations on a GPU, else the
 memory of the process, whose peak only grows. `load` is the host's, just before a trainer starts. `--output` keeps every
-step, and adds to a file that has runs of the same commit, versions and arguments. `--profile` watches the last step's
-update with torch's profiler on a GPU and keeps each kernel's calls and seconds in that file; the step does not count.
+step, and how often torch emptied its cache for want of memory in them (`alloc_retries`), which is slow. It adds to a
+file that has runs of the same commit, versions and arguments. `--profile` watches the last step's update with torch's
+profiler on a GPU and keeps each kernel's calls and seconds in that file; the step does not count.
 """
 
 import argparse
@@ -351,6 +352,7 @@ class Steps(TrainerCallback):
     def on_step_begin(self, args, state, control, **others):
         if CUDA and len(self.seconds) == 1:  # the warm-up has ended
             torch.cuda.reset_peak_memory_stats()
+            torch.cuda.reset_accumulated_memory_stats()
         self.clock.seconds.clear()
         self.start = self.clock.now()
 
@@ -409,6 +411,7 @@ def measure(args, trainer) -> dict:
             "warm_up": warm_up,
             "steps": measured,
             "peak_bytes": peak,
+            "alloc_retries": torch.cuda.memory_stats()["num_alloc_retries"] if CUDA else None,
             "logp_difference": None if None in differences else max(differences),
         }
         if is_partial:  # whose steps differ: lengths returned, ages, tokens computed again

@@ -195,7 +195,7 @@ def test_unsloth_in_fp8():
     ours = [median(seconds(runs("vllm-0.33", last=19)[name], "step")) for name in ("fp8/fp8", "fp8/fp8@3")]
     told = "our `fp8` took {:.2f} s, and {:.2f} s with three generations in flight: {:.2f} and {:.2f} times as fast"
     assert told.format(*ours, *(median(step) / each for each in ours)) in TOLD
-    told = "In FP8 it takes {:.1f} s, unsloth's {:.1f} s, and ours {:.1f} s with `rollouts_in_flight=3`, on a third host"
+    told = "In FP8 it takes {:.1f} s, unsloth's {:.1f} s, and ours {:.1f} s with `rollouts_in_flight=3`"
     assert told.format(ours[0], median(step), ours[1]) in FIRST
     drawn = [sum(each) for each in read(f"step-7b-unsloth-fp8-{H200}")["lengths"][LOGNORMAL][1:4]]
     assert step.index(max(step)) == drawn.index(max(drawn))
