@@ -18,7 +18,6 @@ and its row has the error. The kinds that tell most come first, so a run that is
 | `none` | no speculation |
 | `ngram` | tokens that followed the last ones before, looked up on the host; asynchronous scheduling is off |
 | `draft` | the smaller model, whose drafts are samples |
-| `draft_graphless` | the same, with prompts outside of CUDA graphs |
 | `ngram_gpu` | as `ngram`, looked up on the GPU |
 | `waiting` | no speculation, and asynchronous scheduling off |
 
@@ -39,7 +38,7 @@ from unified_mismatch import TINY, train
 
 
 NGRAM = {"num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-KINDS = ("none", "ngram", "draft", "draft_graphless", "ngram_gpu", "waiting")
+KINDS = ("none", "ngram", "draft", "ngram_gpu", "waiting")
 MODELS = ("policy", "drafter")
 
 
@@ -49,10 +48,9 @@ def arguments_of(kind: str, draft: Path) -> dict:
         return {}
     if kind == "waiting":
         return {"async_scheduling": False}
-    if kind.startswith("draft"):
+    if kind == "draft":
         drafts = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
-        graphs = {"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}} if kind == "draft_graphless" else {}
-        return {"speculative_config": drafts | {"draft_sample_method": "probabilistic"}} | graphs
+        return {"speculative_config": drafts | {"draft_sample_method": "probabilistic"}}
     return {"speculative_config": {"method": kind, **NGRAM}}
 
 

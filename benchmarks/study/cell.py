@@ -12,6 +12,7 @@ TREATMENT = (
     "is_correction",
     "is_cap",
     "importance_sampling_level",
+    "ess_step_scaling",
     "uaq_scale",
     "noise_schedule",
     "rollouts_in_flight",
@@ -94,6 +95,7 @@ class Cell:
     noise_schedule: str | None = None
     is_cap: float | None = None
     importance_sampling_level: str = "token"
+    ess_step_scaling: bool = False
     rollouts_in_flight: float = 1.0
     router_replay: bool | None = None
     learning_rate: float = 4e-4

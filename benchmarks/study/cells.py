@@ -71,6 +71,12 @@ STAGE_1 = tuple(
     for precision, name, updates in product(("fp8", "int4"), STAGED_CORRECTIONS, STAGED)
     if (name, updates) != ("acr", 1)
 )
+# What a user of INT4 and four updates must choose: how stage 1's are named there -> is_correction and further fields
+STAGE_2 = {name: (name, {}) for name in ("tis", "none", "acr", "cis", "icepop")}
+STAGE_2 |= {
+    "tis, sequences,": ("tis", {"importance_sampling_level": "sequence"}),
+    "tis, scaled steps,": ("tis", {"ess_step_scaling": True}),
+}
 # The same with one update a generation, by `pace.py` and the asynchronous trainer. In BF16 at age 0 none, coupled and
 # tis are one run but for rounding; ais differs by its advantages too
 AGED = FLYING | {"num_iterations": 1, "max_steps": 300}
@@ -192,6 +198,24 @@ QUESTIONS = {
                 (staged(precision, "tis", updates), f"{FULL} u{updates}")
                 for precision, updates in product(("fp8", "int4"), STAGED)
             ),
+        },
+    ),
+    "stage_2": Question(
+        "Which correction does a run in INT4 with four updates a generation need?",
+        (
+            Cell(f"{FULL} u4", **STAGED[4]),
+            *(
+                Cell(staged("int4", name, 4), "int4", None, how, **more | STAGED[4])
+                for name, (how, more) in STAGE_2.items()
+            ),
+        ),
+        ("Held-out reward", "Mismatch KL"),
+        {"final accuracy": "final_accuracy"},
+        compared={
+            "primary: against tis": tuple(
+                (staged("int4", name, 4), staged("int4", "tis", 4)) for name in STAGE_2 if name != "tis"
+            ),
+            "against full precision": tuple((staged("int4", name, 4), f"{FULL} u4") for name in STAGE_2),
         },
     ),
     "in_flight": Question(

@@ -6,6 +6,7 @@ differed on an H200 although all completions ended together. So samples are comp
 ones and those of a seed of each request.
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +20,8 @@ from vllm_engines import GPU_MODEL, engine, policy, update
 from vllm_sampling import PLACES, PROMPTS, broken_off, cached, drawn, is_lean, reasons, sampled
 
 from trl_quant.rollout.engine import Request, requests_for
+from trl_quant.rollout.verify.self_check import self_check
+from trl_quant.rollout.vllm import sampling
 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
@@ -152,6 +155,21 @@ def test_a_model_drafts(tmp_path, precision, head_dim):
         found = built.check_sync()
         print("\n", precision, head_dim, found)
         assert 0 < found["sync_check/speculation_difference"] < found["sync_check/speculation_bound"]
+
+
+def test_a_model_that_drafts_in_cuda_graphs_does_not_spoil_scores(tmp_path, monkeypatch):
+    """As it does in vLLM 0.26: the check scores prompts while nothing is drafted."""
+    model = policy(tmp_path / "policy", **GPU_MODEL).cuda()
+    drafter = save_tiny(tmp_path / "drafter", dtype=torch.bfloat16, **GPU_MODEL)
+    graphs = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 64, 128, 256, 512]}}
+    built = engine(model, "bf16", engine_kwargs=drafted_by(drafter) | graphs, max_completion_length=64)
+    built.sync()
+    right = self_check(built)
+    print("\n", right)
+    monkeypatch.setattr(sampling, "nothing_drafted", lambda llm: nullcontext())
+    monkeypatch.setattr(built, "last_check", None)
+    with pytest.raises(RuntimeError, match="corrupted: "):
+        self_check(built)
 
 
 @pytest.mark.parametrize("option", REPEATABLE)

@@ -190,6 +190,7 @@ CALLS = {
     f"{LOADER}.dummy_loader:DummyModelLoader.load_weights": "model model_config",
     "vllm.v1.worker.cpu_worker:CPUWorker.init_device": "",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.reload_weights": "* weights_iterator",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner": "effective_drafter_max_model_len",
     f"{LINEAR}:LinearMethodBase.apply": "layer x bias",
     f"{COMPRESSED}.compressed_tensors:CompressedTensorsLinearMethod.process_weights_after_loading": "layer",
     f"{UTILS}.marlin_utils:marlin_padded_nk": "size_n size_k group_size",

@@ -1,6 +1,7 @@
 """Speculative decoding is taken where its log-probabilities are right, and refused with numbers where they are not."""
 
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -34,6 +35,7 @@ from trl_quant.rollout.verify.speculation import (
     random_states_kept,
     repeating_rows,
 )
+from trl_quant.rollout.vllm import sampling
 from trl_quant.rollout.vllm.speculation import Drafts
 from trl_quant.rollout.vllm.trial import Trial, build
 
@@ -101,6 +103,27 @@ def test_an_engine_whose_drafts_are_good_passes(guessing, monkeypatch):
     mend(monkeypatch)
     found = check_speculation(guessing)
     assert 0 < found["sync_check/speculation_difference"] < 0.6 * found["sync_check/speculation_bound"] < 0.1
+
+
+def test_a_model_that_drafts_does_not_spoil_scores(guessing, monkeypatch):
+    """On a GPU it runs before vLLM scores prompts, and writes over the hidden states that the scores are made of."""
+    mend(monkeypatch)
+    (runner,) = guessing.llm.collective_rpc(lambda worker: worker.model_runner)
+    propose, drafts = runner.propose_draft_token_ids, []
+
+    def spoil(scheduled, sampled, metadata, hidden_states, *others):
+        found = propose(scheduled, sampled, metadata, hidden_states, *others)
+        drafts.append(len(hidden_states))
+        hidden_states.zero_()
+        return found
+
+    monkeypatch.setattr(runner, "propose_draft_token_ids", spoil)
+    found = self_check(guessing)
+    assert 0 < found["sync_check/logp_difference"] < found["sync_check/bound"] and drafts
+    monkeypatch.setattr(sampling, "nothing_drafted", lambda llm: nullcontext())
+    monkeypatch.setattr(guessing, "last_check", None)
+    with pytest.raises(RuntimeError, match="corrupted: "):
+        self_check(guessing)
 
 
 def test_a_model_that_drafts_is_loaded_as_it_is(tmp_path, monkeypatch):

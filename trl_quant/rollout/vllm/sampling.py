@@ -32,6 +32,7 @@ from ..engine import Enough, Request, Samples
 from ..kept import Kept
 from ..settings import SamplingSettings
 from .images import generated
+from .speculation import nothing_drafted
 
 
 logger = logging.getLogger(__name__)
@@ -101,7 +102,8 @@ def greedy_logps(
     ask = partial(generated, llm, requests, image_token=image_token)
     with nothing_left_behind(llm):
         continued = ask(checking(bound, max_tokens=new_tokens, ignore_eos=True, logprobs=0))
-        scored = ask(checking(bound, max_tokens=1, prompt_logprobs=0))
+        with nothing_drafted(llm):
+            scored = ask(checking(bound, max_tokens=1, prompt_logprobs=0))
     sequences, logps = [], []
     for request, output, prompt in zip(requests, continued, scored, strict=True):
         completion = output.outputs[0]

@@ -1,12 +1,14 @@
-"""Counts what becomes of the tokens that vLLM drafts with speculative decoding.
+"""
+Counts what becomes of the tokens that vLLM drafts with speculative decoding, and keeps drafts away from scores.
 
-vLLM counts them itself only while it keeps statistics, which a run leaves out. Here the scheduler's method that reads
+vLLM counts drafts itself only while it keeps statistics, which a run leaves out. Here the scheduler's method that reads
 the results of a step is replaced for one call, and calls that method.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
+from operator import attrgetter
 
 import torch
 from accelerate import Accelerator
@@ -67,4 +69,20 @@ def counting_drafts(llm, drafts: Drafts | None) -> Iterator[None]:
         return update(scheduled, output)
 
     with exchanged(scheduler, update_from_output=counted):
+        yield
+
+
+@contextmanager
+def nothing_drafted(llm) -> Iterator[None]:
+    """
+    Context in which vLLM's `llm` drafts nothing, so that it scores prompts right.
+
+    A model that drafts runs before the prompts of a step are scored. Its CUDA graphs share memory with the policy's,
+    and write over the hidden states from which the scores are computed. Samples are drawn before, and are right.
+    """
+    (runner,) = llm.collective_rpc(attrgetter("model_runner"))
+    if not hasattr(runner, "effective_drafter_max_model_len"):  # vLLM does not speculate, or this runner scores first
+        yield
+        return
+    with exchanged(runner, effective_drafter_max_model_len=0):  # nothing is drafted for sequences beyond it
         yield
