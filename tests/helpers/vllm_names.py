@@ -67,6 +67,7 @@ NAMES = {
     f"{LOADER}.reload.layerwise": "logger",  # by its name, in `worker`
     f"{LOADER}.default_loader:DefaultModelLoader": "get_all_weights load_weights",
     "vllm.v1.worker.worker_base:WorkerBase": "device get_model vllm_config",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner": "effective_drafter_max_model_len",
     "vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope": "YaRNScalingRotaryEmbedding",
     "vllm.v1.worker.gpu_worker:Worker": "model_runner reload_weights weight_transfer_engine",
     "vllm.v1.worker.cpu_worker": "CPUWorker",
@@ -190,7 +191,6 @@ CALLS = {
     f"{LOADER}.dummy_loader:DummyModelLoader.load_weights": "model model_config",
     "vllm.v1.worker.cpu_worker:CPUWorker.init_device": "",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.reload_weights": "* weights_iterator",
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner": "effective_drafter_max_model_len",
     f"{LINEAR}:LinearMethodBase.apply": "layer x bias",
     f"{COMPRESSED}.compressed_tensors:CompressedTensorsLinearMethod.process_weights_after_loading": "layer",
     f"{UTILS}.marlin_utils:marlin_padded_nk": "size_n size_k group_size",
