@@ -1,7 +1,7 @@
 r"""Differences between two cells, seed by seed, with what can be said of them.
 
-Both runs of a pair have the same seed and, with stored models, the same start; each pair has a start of its own, so
-that pairs are independent. With d_1 ... d_n their differences in accuracy:
+Both runs of a pair have the same seed and, with stored models, the same start. Pairs of one start are not independent:
+their mean counts as one pair. With d_1 ... d_n the differences in accuracy:
 
     mean(d) ± t_{n-1} sd(d) / sqrt(n)                                                        Student's interval, 95%
     d_i = (a_i + b_i) - (c_i + e_i)                                                                of sums of cells
@@ -10,7 +10,7 @@ that pairs are independent. With d_1 ... d_n their differences in accuracy:
 
 | symbol | here | meaning |
 |---|---|---|
-| n | `pairs` | seeds that both cells have finished |
+| n | `pairs` | starts of the seeds that both cells have finished; without stored models, those seeds |
 | m | | comparisons of a family: Holm's values hold for all of them together, the intervals each for itself |
 | a, b, c, e | `"a + b"` | cells with both of two effects, neither, and one each: d is 0 where the effects add up |
 """
@@ -67,9 +67,15 @@ def summed(values: dict[str, dict[int, float]], cells: str) -> dict[int, float]:
     return {seed: sum(cell[seed] for cell in found) for seed in set.intersection(*map(set, found))}
 
 
-def difference(cell: dict[int, float], other: dict[int, float]) -> dict | None:
-    """Of a cell from another one, given the values of each by seed; `None` with fewer than two pairs."""
-    found = [cell[seed] - other[seed] for seed in sorted(cell.keys() & other.keys())]
+def difference(cell: dict[int, float], other: dict[int, float], starts: int = 0) -> dict | None:
+    """
+    Of a cell from another one, given the values of each by seed; `None` with fewer than two pairs. Seeds begin with
+    `starts` stored models in turn; 0 has none.
+    """
+    of_start: dict[int, list[float]] = {}
+    for seed in sorted(cell.keys() & other.keys()):
+        of_start.setdefault(seed % starts if starts else seed, []).append(cell[seed] - other[seed])
+    found = [fmean(values) for values in of_start.values()]
     if len(found) < 2:
         return None
     mean, error, df = fmean(found), stdev(found) / sqrt(len(found)), len(found) - 1
@@ -97,12 +103,12 @@ def differences(
         group.name: {run.settings["seed"]: value for run in group.runs if (value := outcome(run)) is not None}
         for group in groups
     }
-    rows = []
+    rows, starts = [], max((cell.starts for cell in question.cells), default=0)
     for family, pairs in question.compared.items():
         found = [
             {"family": family, "cell": cell, "against": other, **apart}
             for cell, other in pairs
-            if (apart := difference(summed(values, cell), summed(values, other)))
+            if (apart := difference(summed(values, cell), summed(values, other), starts))
         ]
         for row, p in zip(found, holm([row["p"] for row in found], len(pairs)), strict=True):
             row["holm"] = p

@@ -66,6 +66,17 @@ def test_a_difference_is_that_of_runs_with_the_same_seed():
     assert paired.difference({0: 0.5, 1: 0.7}, {0: 0.4, 2: 0.5}) is None
 
 
+def test_seeds_of_one_start_are_one_pair():
+    cell, other = {0: 0.5, 1: 0.7, 2: 0.8, 3: 0.9, 4: 0.4}, dict.fromkeys(range(5), 0.4)
+    found = paired.difference(cell, other, starts=2)  # 0.1, 0.4 and 0.0 of one start, 0.3 and 0.5 of the other
+    by_hand = paired.difference({0: 1 / 6, 1: 0.4}, {0: 0.0, 1: 0.0})
+    assert found == pytest.approx(by_hand) and found["pairs"] == 2
+    assert found["mean"] != pytest.approx(paired.difference(cell, other)["mean"])
+    question = Question("Which?", (Cell("a", starts=2),), compared={"one": (("b", "a"),)})
+    (row,) = paired.differences(question, [group("a", [*other.values()]), group("b", [*cell.values()])])
+    assert row["mean"] == pytest.approx(found["mean"]) and row["pairs"] == 2
+
+
 def group(name: str, values: list[float]) -> Group:
     runs = [Run(f"{name}-{i}", [{"step": 1, "final_accuracy": v}], settings={"seed": i}) for i, v in enumerate(values)]
     return Group(name, runs)
