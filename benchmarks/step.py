@@ -24,8 +24,7 @@ Times whole GRPO steps and their phases, through the trainers, with TRL's traine
 
 Each trainer runs in its own process and trains a LoRA policy of random weights with gradient checkpointing, one update
 per generation and TRL's other settings. Without a prefix the method is GRPO. With `--lora 0` all weights are trained in
-BF16, with bitsandbytes' AdamW in 8 bits or, where that is not installed, with plain SGD: the states of a 16-bit AdamW
-do not fit beside a 7B policy and vLLM. Our self-check, one in 50 steps, is switched off.
+BF16, with bitsandbytes' AdamW in 8 bits or, without that, plain SGD. Our self-check, one in 50 steps, is switched off.
 
 The length of each completion is drawn before anything is measured, so all trainers do the same work: vLLM gets it as
 the `max_tokens` of a request, and no token ends a completion earlier. In a step of `--completions` 64x4096 all lengths
@@ -45,9 +44,8 @@ The first steps return the short completions: compare means of the steps after t
 One trainer runs all shapes, the largest first. The first step of a shape warms up. The table has the medians of the
 others, so phases need not add up to the step. Memory is the peak in these steps: torch's allocations on a GPU, else the
 memory of the process, whose peak only grows. `load` is the host's, just before a trainer starts. `--output` keeps every
-step, and how often torch emptied its cache for want of memory in them (`alloc_retries`), which is slow. It adds to a
-file that has runs of the same commit, versions and arguments. `--profile` watches the last step's update with torch's
-profiler on a GPU and keeps each kernel's calls and seconds in that file; the step does not count.
+step, and adds to a file that has runs of the same commit, versions and arguments. `--profile` watches the last step's
+update with torch's profiler on a GPU and keeps each kernel's calls and seconds in that file; the step does not count.
 """
 
 import argparse
@@ -352,7 +350,6 @@ class Steps(TrainerCallback):
     def on_step_begin(self, args, state, control, **others):
         if CUDA and len(self.seconds) == 1:  # the warm-up has ended
             torch.cuda.reset_peak_memory_stats()
-            torch.cuda.reset_accumulated_memory_stats()
         self.clock.seconds.clear()
         self.start = self.clock.now()
 

@@ -9,7 +9,8 @@ Keeps the runs that `step.py` measured in a JSON file, and prints their table.
     }
 
 A shape is named "64x4096 lognormal": completions of a step, most tokens of each, and how lengths are drawn. Its result
-has `warm_up` and `steps`, seconds by phase, and the peak of memory.
+has `warm_up` and `steps`, seconds by phase, the peak of memory, and `alloc_retries`: how often its process has emptied
+torch's cache for want of memory, which is slow.
 """
 
 import os

@@ -163,6 +163,8 @@ def test_steps_of_other_models(kind):
     if kind == "mixture":
         cutlass, triton = ([*means.values()][place] for place in (2, 3))
         assert f"differ by {cutlass['update'] - triton['update']:.2f} s in it" in " ".join(section.split())
+        each = [1e3 * row["update"] / 8 / 48 for row in means.values()]  # micro-batches and layers
+        assert f"takes {min(each):.0f} to {max(each):.0f} ms for a layer of a micro-batch" in " ".join(section.split())
         told = f"there is {means['the control, BF16']['step'] / triton['step']:.2f} times as fast as TRL's"
         assert told in " ".join(TEXTS["docs/mixtures.md"].split())
 
