@@ -474,3 +474,33 @@ def test_what_is_told_of_the_factor_is_what_was_measured():
     assert f"INT4 alone, at factor 1, had {mean_of('int4 tis x1', KL):.1e}" in FLIGHT
     starts = {(run["seed"], run["model_sha256"]) for row in rows for run in row["runs"]}
     assert len(starts) == len({seed for seed, _ in starts}) == len({model for _, model in starts})
+
+
+# Stages
+
+
+def test_what_stage_1_tells_apart():
+    question = QUESTIONS["stage_1"]
+    rows, groups = stored(RESULTS / "study" / "stage_1.json.xz")
+    found = {(row["cell"], row["against"]): row for row in differences(question, groups)}
+    assert sum(len(row["runs"]) for row in rows) == 140 and {row["pairs"] for row in found.values()} == {5}
+    least = min(row["holm"] for row in found.values())
+    assert least > 0.05 and f"the smallest p of all {len(found)} comparisons is {least:.2f}" in PAGE
+    apart = max((row for row in found.values() if "coupled" not in row["cell"]), key=lambda row: abs(row["mean"]))
+    assert abs(apart["mean"]) < 0.03 and "within 0.03 of `tis`" in PAGE
+    widest = max((row for row in found.values() if "coupled" not in row["cell"]), key=lambda r: r["high"] - r["low"])
+    assert (widest["cell"], widest["against"]) == ("int4 ais u4", "int4 tis u4")
+    advice = " ".join(ADVICE.split())
+    for cell, row in found.items():
+        signed = "{mean:+.3f} ({low:+.3f} to {high:+.3f})".format(**row)
+        below = "{:.3f} below `tis` ({:+.3f} to {:+.3f})".format(-row["mean"], row["low"], row["high"])
+        if "none" in cell[0] or "full precision" in cell[1] or cell[0] == "int4 ais u4":
+            assert signed in PAGE
+        if "none" in cell[0]:
+            assert signed in advice
+        if cell[0] == "int4 coupled u4":
+            assert below in PAGE and below.replace(" below `tis`", "") in advice
+    acr = found["int4 acr u4", "int4 tis u4"]
+    assert "INT4: {mean:+.3f}, {low:+.3f} to {high:+.3f}".format(**acr) in advice
+    lowest = min(run["log"]["final_accuracy"]["200"] for row in rows for run in row["runs"])
+    assert f"One run fell to {lowest:.3f} there" in PAGE
