@@ -2,6 +2,7 @@
 
 import sys
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from long_tests import rest_is_long
 from pages import ROOT
 from peft import LoraConfig
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from trl_quant import DiffusionGRPOConfig, QuantGRPOConfig, QuantPPOConfig, QuantRLOOConfig
 from trl_quant.report import measured, plan
@@ -20,7 +21,7 @@ from trl_quant.rollout.embedded.diffusion import Schedule, denoise
 
 sys.path.append(str(ROOT / "benchmarks"))
 from diffusion import SHAPES as DIFFUSION_SHAPES
-from engines import SHAPES
+from engines import SHAPES, adapter, model_directory
 from raw_results import read_results
 
 
@@ -31,21 +32,13 @@ WITHIN = 0.10
 
 def shape_of(size: str, rank: int) -> Shape:
     """Of the benchmarks' model."""
-    sizes = dict(SHAPES[size])
-    config = Qwen2Config(
-        vocab_size=152064,
-        num_attention_heads=sizes.pop("heads"),
-        num_key_value_heads=sizes.pop("kv_heads"),
-        tie_word_embeddings=False,
-        architectures=["Qwen2ForCausalLM"],
-        **sizes,
-    )
-    return Shape.of(config, LoraConfig(r=rank, target_modules="all-linear") if rank else None)
+    config = AutoConfig.from_pretrained(model_directory(size))
+    return Shape.of(config, adapter(SimpleNamespace(config=config), rank) if rank else None)
 
 
 @pytest.fixture(scope="module")
 def shapes() -> dict[tuple[str, int], Shape]:
-    found = {(size, 32): shape_of(size, 32) for size in ("3b", "7b", "14b", "32b", "70b")}
+    found = {(size, 32): shape_of(size, 32) for size in ("3b", "7b", "14b", "32b", "70b", "30b-a3b", "9b")}
     return found | {("7b", 0): shape_of("7b", 0)}
 
 
