@@ -54,7 +54,7 @@ def ages_of(trainer) -> list[tuple[float, float]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_token_has_its_runs_age_whether_the_trainer_or_the_thread_is_slower(tmp_path):
     """And the two runs are one, to the bit. A run of another age is another one."""
     runs = {(age, slow): paced(tmp_path, age, slow) for age, slow in ((3, "trainer"), (3, "thread"), (1, "trainer"))}

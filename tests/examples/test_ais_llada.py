@@ -92,7 +92,7 @@ def test_teaching_stops_once_a_third_is_right(tmp_path, monkeypatch, right, step
     assert (tmp_path / "model.safetensors").is_file() and (tmp_path / "eval.jsonl").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_study_judges_by_denoising(taught):
     """It returns the share of right sums. Each seed draws other answers, and the global random state stays as it is."""
     model, settings = AutoModelForCausalLM.from_pretrained(taught), Cell("", trainer="diffusion").settings()

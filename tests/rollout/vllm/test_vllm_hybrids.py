@@ -89,6 +89,7 @@ def test_other_hybrids(family, precision, tmp_path):
     assert_live_is_fresh(sampler, model, precision, tmp_path, 2, **options)
 
 
+@pytest.mark.long
 def test_a_merged_adapter(tmp_path):
     torch.manual_seed(1)
     model = get_peft_model(policy(tmp_path / "model", family="qwen3_5_text", tied=False), LINEAR)
