@@ -4,18 +4,12 @@ import re
 import sys
 from statistics import fmean
 
-from figures import ADVICE, BENCHMARKS, MEASURED, PPO, RESULTS, TRAINING, cells_of, read
+from figures import ADVICE, BENCHMARKS, MEASURED, PPO, TRAINING, cells_of, read
 from pages import README, TEXTS
 from places import ROOT
 
-from trl_quant.report.runs import KL
-
 
 sys.path.append(str(ROOT / "benchmarks" / "study"))
-
-from cells import QUESTIONS
-from paired import differences
-from table import stored
 
 
 PAGE = " ".join(BENCHMARKS.split())
@@ -428,79 +422,3 @@ def test_corrections_of_the_study():
         found = [rows[f"{precision} {name}"] for precision in ("int8", "fp8", "nvfp4", "int4", "mxfp4")]
         assert [cell.strip("*") for cell in written] == [f"{row['gain']:.0%}".strip("%") for row in found]
         assert ["*" in cell for cell in written] == [row["differs"] for row in found]
-
-
-# Completions in flight
-
-
-def mean_of(name: str, metric: str) -> float:
-    """Over all generations of a cell's runs."""
-    (runs,) = (row["runs"] for row in read("study/in_flight")["cells"] if row["name"] == name)
-    return fmean(value for run in runs for value in run["log"][metric].values())
-
-
-def test_what_is_told_of_the_factor_is_what_was_measured():
-    """The page has each comparison that has two pairs, with its interval, and says which are told apart."""
-    question = QUESTIONS["in_flight"]
-    rows, groups = stored(RESULTS / "study" / "in_flight.json.xz")
-    runs, planned = sum(len(row["runs"]) for row in rows), 6 * len(question.cells)
-    for text in (PAGE, FLIGHT):
-        assert re.findall(r"(\d+) of its (\d+) runs", text) == [(str(runs), str(planned))]
-    found = {(row["cell"], row["against"]): row for row in differences(question, groups)}
-    told = re.findall(r"\| `([^`]*)` \| `([^`]*)` \| (\d+) \| (\S+) \((\S+) to (\S+)\) \| (yes|no) \|", FLIGHT)
-    primary = next(iter(question.compared.values()))
-    assert [pair[:2] for pair in told] == [pair for pair in primary if pair in found]
-    for cell, against, pairs, *interval, apart in told:
-        row = found[cell, against]
-        assert int(pairs) == row["pairs"] and (apart == "yes") is (row["holm"] < 0.05)
-        assert interval == [f"{row[name]:+.3f}" for name in ("mean", "low", "high")]
-    final = {row["name"]: row["metrics"]["final accuracy"]["mean"] for row in rows}
-    with_tis = [value for name, value in final.items() if "tis" in name]
-    ended = f"{min(with_tis):.3f} to {max(with_tis):.3f} of held-out problems"
-    assert f"runs with `tis` ended at {ended}, full precision at {final['full precision']:.3f}" in FLIGHT
-    ages = {row["name"]: row["metrics"]["age"]["mean"] for row in rows if row["metrics"]["age"]}
-    old = [sorted({f"{age:.1f}" for name, age in ages.items() if name.endswith(f"x{factor}")}) for factor in (2, 3)]
-    second, third = map(" to ".join, old)
-    assert f"were {second} generations old on average with factor 2, and {third} with factor 3" in FLIGHT
-    apart = [row for row in found.values() if row["holm"] < 0.05]
-    assert f"Of the {len(found)} comparisons" in FLIGHT and "two are told apart" in FLIGHT and len(apart) == 2
-    for row in apart:
-        mean, *ends = (f"{row[name]:.3f}" for name in ("mean", "low", "high"))
-        assert f"`{row['cell']}` lies {mean[1:]} below `{row['against']}` ({' to '.join(ends)}" in FLIGHT
-    coupled = [f"{final[f'int4 coupled x{factor}']:.3f}" for factor in (1, 2, 3)]
-    assert "`coupled` ended at {}, {} and {} with factors 1, 2".format(*coupled) in FLIGHT
-    apart = [f"{mean_of('bf16 tis x3', f'mismatch/by_age/{age}'):.1e}" for age in (0, 1, 2)]
-    assert "was {} at age 0, {} at age 1 and {} at age 2".format(*apart) in FLIGHT
-    assert f"INT4 alone, at factor 1, had {mean_of('int4 tis x1', KL):.1e}" in FLIGHT
-    starts = {(run["seed"], run["model_sha256"]) for row in rows for run in row["runs"]}
-    assert len(starts) == len({seed for seed, _ in starts}) == len({model for _, model in starts})
-
-
-# Stages
-
-
-def test_what_stage_1_tells_apart():
-    question = QUESTIONS["stage_1"]
-    rows, groups = stored(RESULTS / "study" / "stage_1.json.xz")
-    found = {(row["cell"], row["against"]): row for row in differences(question, groups)}
-    assert sum(len(row["runs"]) for row in rows) == 140 and {row["pairs"] for row in found.values()} == {5}
-    least = min(row["holm"] for row in found.values())
-    assert least > 0.05 and f"the smallest p of all {len(found)} comparisons is {least:.2f}" in PAGE
-    apart = max((row for row in found.values() if "coupled" not in row["cell"]), key=lambda row: abs(row["mean"]))
-    assert abs(apart["mean"]) < 0.03 and "within 0.03 of `tis`" in PAGE
-    widest = max((row for row in found.values() if "coupled" not in row["cell"]), key=lambda r: r["high"] - r["low"])
-    assert (widest["cell"], widest["against"]) == ("int4 ais u4", "int4 tis u4")
-    advice = " ".join(ADVICE.split())
-    for cell, row in found.items():
-        signed = "{mean:+.3f} ({low:+.3f} to {high:+.3f})".format(**row)
-        below = "{:.3f} below `tis` ({:+.3f} to {:+.3f})".format(-row["mean"], row["low"], row["high"])
-        if "none" in cell[0] or "full precision" in cell[1] or cell[0] == "int4 ais u4":
-            assert signed in PAGE
-        if "none" in cell[0]:
-            assert signed in advice
-        if cell[0] == "int4 coupled u4":
-            assert below in PAGE and below.replace(" below `tis`", "") in advice
-    acr = found["int4 acr u4", "int4 tis u4"]
-    assert "INT4: {mean:+.3f}, {low:+.3f} to {high:+.3f}".format(**acr) in advice
-    lowest = min(run["log"]["final_accuracy"]["200"] for row in rows for run in row["runs"])
-    assert f"One run fell to {lowest:.3f} there" in PAGE

@@ -130,8 +130,8 @@ PICTURED_NOTES = """
 - **trained**: `train_precision="int8"`. **noise, UAQ** act on the norms of the text. **LoRA** was run on the language
   model, merged and beside the base.
 - On H200s (vLLM 0.26 and 0.33) the towers stayed in BF16, and synced engines equalled fresh ones with images: in `bf16`
-  and `fp8` all four, in `int8` all but Qwen3.5, in `nvfp4` all but Qwen3.5, in
-  `fp8_block` the other Qwens (and Gemma 3 with 0.26). The samples of all four had the policy's log-probabilities.
+  and `fp8` all four, in `int8` all but Qwen3.5, in `nvfp4` all but Qwen3.5, in `fp8_block` the
+  other Qwens (and Gemma 3 with 0.26). The samples of all four had the policy's log-probabilities.
   Adapters beside their base and noise acted in `bf16` and `fp8`. When they were sampled or trained in `fp8`, trainer
   and sampler agreed as well with images as on text alone. The other cases of `tests/gpu/test_images_gpu.py` were not
   reached or stopped. With 0.26, Qwen2.5-VL in `nvfp4` failed once, beside fifteen other tests on the card, for a reason
