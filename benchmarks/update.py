@@ -29,19 +29,20 @@ import torch
 from datasets import Dataset
 from engines import (
     CUDA,
-    DENSE,
+    SHAPES,
     Clock,
+    adapter,
     commit,
     in_own_process,
     longest_kernels,
     machine,
     model_directory,
+    model_title,
     report,
     save,
     versions,
     wait,
 )
-from peft import LoraConfig
 from tokenizers import Tokenizer, models
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
@@ -157,7 +158,7 @@ def measure(kind: str, args) -> dict:
         "reward_funcs": lambda completions, **_: [0.0] * len(completions),
         "train_dataset": Dataset.from_dict({"prompt": ["a"] * 64}),
         "processing_class": tokenizer,
-        "peft_config": LoraConfig(r=args.lora, lora_alpha=2 * args.lora, target_modules="all-linear"),
+        "peft_config": adapter(model, args.lora),
     }
     if kind == "trl":
         trainer = TRLUpdates(args=GRPOConfig(**settings), **given)
@@ -171,7 +172,8 @@ def measure(kind: str, args) -> dict:
             del model
         config = QuantGRPOConfig(**settings, **ours)
         if lora_sync:
-            config.lora_sync = lora_sync  # the constructor refuses it without vLLM, from which nothing is sampled here
+            # Nothing is sampled here, and without vLLM the trainer's checks refuse it
+            config.lora_sync, config.check_assigned = lora_sync, lambda: None
         trainer = QuantUpdates(args=config, **given)
     steps = Steps(Clock(synchronize=True))
     trainer.add_callback(steps)
@@ -196,7 +198,7 @@ def measure(kind: str, args) -> dict:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
-    parser.add_argument("--sizes", nargs="+", choices=DENSE, default=["7b"] if CUDA else ["tiny"])
+    parser.add_argument("--sizes", nargs="+", choices=SHAPES, default=["7b"] if CUDA else ["tiny"])
     kinds = ["trl", "bf16", *frozen_bases(), *unified_flows(), *(f"{name}/adapter" for name in unified_flows())]
     parser.add_argument("--kinds", nargs="+", choices=kinds, default=["trl", "nvfp4"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[2048, 4096, 8192, 16384] if CUDA else [128, 256])
@@ -228,7 +230,7 @@ def main():
     of = {"commit": args.commit, "versions": versions(), "cores": len(os.sched_getaffinity(0)), "loads": loads}
     of |= {"arguments": vars(args)}
     for size in args.sizes:
-        print(f"{machine()}, Qwen2.5 {size}, LoRA of rank {args.lora}, sequences of {args.length} tokens", end=", ")
+        print(f"{machine()}, {model_title(size)}, LoRA of rank {args.lora}, {args.length} tokens a sequence", end=", ")
         compiled = "" if args.compile is None else f", compiled: {args.compile}{', by layer' * args.regional}"
         print(f"micro-batches of a step: {args.accumulation}{', Liger' * args.liger}{compiled}")
         columns = "".join(f"{f'{tokens} tokens':>16}{'ratio':>8}{'GiB':>8}" for tokens in args.tokens)
