@@ -91,8 +91,7 @@ class QuantExperts(nn.Module):
         else:
             y = self.act_fn(gate) * up
         (y,) = self._product(y, last, sorting)
-        y = sorting.by_token(y) * top_k_weights.unsqueeze(-1)  # (T, k, H)
-        return y.sum(1).to(hidden_states.dtype)
+        return _WeightedSum.apply(y, top_k_weights, *sorting).to(hidden_states.dtype)
 
     def _product(
         self, x: Tensor, leaf: str, sorting: "Sorting", parts: int = 1, gathers: bool = False
@@ -271,6 +270,28 @@ class _Experts(torch.autograd.Function):
             # dW_e (out, in) = dY_e^T (out, T_e) @ Q(X_e) (T_e, in)
             dw = grouped_weight_gradient(dy, x, ends).to(ctx.weight_dtype)
         return dx, dw, None, None, None, None
+
+
+class _WeightedSum(torch.autograd.Function):
+    """
+    The sum of each token's rows (T k, H), times weights (T, k), both of which get gradients. torch's own gradient of
+    the rows would add them up one by one, though each has a place of its own.
+    """
+
+    @staticmethod
+    def forward(ctx, rows, weights, *sorting):
+        ctx.save_for_backward(rows, weights, *sorting)
+        with torch.autocast(rows.device.type, enabled=False):  # which would copy the rows to FP32
+            return (Sorting(*sorting).by_token(rows) * weights.unsqueeze(-1)).sum(1)
+
+    @staticmethod
+    def backward(ctx, dy):
+        rows, weights, tokens, places, _ = ctx.saved_tensors
+        dy = dy.index_select(0, tokens)  # (T k, H)
+        of_rows = torch.empty_like(weights.flatten()).scatter_(0, places.flatten(), weights.flatten())
+        d_rows = (dy * of_rows.unsqueeze(-1)).to(rows.dtype)
+        d_weights = (dy * rows).sum(1)[places].to(weights.dtype)
+        return d_rows, d_weights, None, None, None
 
 
 def _gathered(q: QuantizedTensor, tokens: Tensor) -> QuantizedTensor:
