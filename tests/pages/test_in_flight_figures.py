@@ -271,5 +271,19 @@ def test_speculation():
         assert cells_of(BENCHMARKS, f"{name} |", "| kind | 8 completions |")[1:] == cells
     told = "sampling takes {:.2f} and {:.2f} times as long"
     assert told.format(*(longer["waiting", batch] for batch in ("8", "64"))) in PAGE
+    draft = read(f"speculation-3b-draft-{H200}")
+    losses = [draft["taught"][name]["loss"] for name in ("policy", "drafter")]
+    assert "taught to {:.2f} and {:.2f} nats".format(*losses) in PAGE
+    ratios, accepted = [], []
+    for batch in ("8", "64"):
+        none, row = (draft["results"][kind][batch] for kind in ("none", "draft"))
+        ratios.append(median(none["seconds"]) / median(row["seconds"]))
+        accepted.append(row["rollouts/accepted_tokens"])
+    told = "{:.2f}x with 8 completions and {:.2f}x with 64, with {:.2f} and {:.2f} of three drafted tokens"
+    assert told.format(*ratios, *accepted) in PAGE
+    assert "a draft model has {:.2f} and {:.2f}".format(*ratios) in TOLD
+    none, row = (1e3 * median(draft["results"][kind]["8"]["seconds"]) / 512 for kind in ("none", "draft"))
+    kept = 1 + accepted[0]
+    assert f"takes {row * kept:.1f} ms instead of {none:.1f}, and brings {kept:.2f} tokens" in PAGE
     for file, nats in ((found, "5.80 nats a token"), (known, "4.42")):
         assert f"by {nats[:4].rstrip('0')}" in file["results"]["draft"]["error"] and f"({nats})" in PAGE
