@@ -152,6 +152,21 @@ def test_the_check_finds_a_fault_that_text_does_not_show(sampler, place):
     sampler.check_sync()
 
 
+def test_the_check_ends_at_an_image_token_that_was_sampled(sampler, monkeypatch):
+    """No image belongs to it. transformers refuses such a row."""
+    whole, logps = sampler.check_sync(), sampler.logps
+
+    def drawn(prompts, new_tokens, images=None):
+        sequences, scored = logps(prompts, new_tokens, images)
+        if images:
+            sequences[0][-20] = sampler.image_token
+        return sequences, scored
+
+    monkeypatch.setattr(sampler, "logps", drawn)
+    found, key = sampler.check_sync(), "sync_check/image_logp_difference"
+    assert 0 < found[key] < found["sync_check/image_bound"] / 2 and found[key] != whole[key]
+
+
 def test_the_reference_rounds_the_tower(sampler):
     """Without that, the bound would be that of the language model alone."""
     row = pictured_row(sampler.processing_class, 400)

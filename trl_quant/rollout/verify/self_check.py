@@ -188,10 +188,15 @@ def _pictured_difference(engine, reference: "Reference", longest: int) -> tuple[
     row = pictured_row(engine.processing_class, longest) if engine.refuses_images is None else None
     if row is None:
         return None
-    sequences, (sampled,) = engine.logps([row.prompt], PICTURED_TOKENS, [row.images])
-    is_text = (torch.tensor(sequences[0][1:]) != engine.image_token)[-len(sampled) :]
+    (ids,), (sampled,) = engine.logps([row.prompt], PICTURED_TOKENS, [row.images])
+    if engine.image_token in ids[-PICTURED_TOKENS:]:  # no image belongs to it, and the policy refuses such rows
+        end = ids.index(engine.image_token, len(ids) - PICTURED_TOKENS)
+        ids, sampled = ids[:end], sampled[: end - len(ids)]
+    if not len(sampled):
+        return None
+    is_text = (torch.tensor(ids[1:]) != engine.image_token)[-len(sampled) :]
     (expected,), (jittered,) = (
-        [logps[-len(sampled) :][is_text] for logps in reference.logps(sequences, jitter=jitter, pictured=row)]
+        [logps[-len(sampled) :][is_text] for logps in reference.logps([ids], jitter=jitter, pictured=row)]
         for jitter in (False, True)
     )
     bound = SLACK * mean_difference([jittered], [expected]) + FLOOR
