@@ -13,6 +13,7 @@ import pytest
 import torch
 from packed_rows import PROMPT, apart_from, batch, gradients
 from peft import LoraConfig, get_peft_model
+from tiny import tiny_tokenizer
 from training import make
 from trl.trainer.utils import add_fused_lm_head
 
@@ -91,9 +92,9 @@ def test_live_equals_fresh(family, precision, tmp_path):
         sampler.ensure_ready()
         assert greedy(sampler.llm) == seen[-1]
     assert len({str(samples) for samples in seen}) == 3
-    # An engine of Falcon-H1, which has no gates, quantizes to `fp8` itself
-    is_given = sampler.llm.llm_engine.vllm_config.model_config.quantization == "compressed-tensors"
-    codes = {"prepared": is_given, "device": "cuda"}
+    # vLLM itself quantizes to `fp8`, and would quantize gates too
+    quantizes = sampler.llm.llm_engine.vllm_config.model_config.quantization != "compressed-tensors"
+    codes = {"prepared": "in_proj_ba" in kept(sampler.llm) or not quantizes, "device": "cuda"}
     for number, (state, samples) in enumerate(zip(copies, seen, strict=True)):
         model.load_state_dict(state)
         assert greedy(fresh(model, precision, tmp_path / f"checkpoint-{number}", **codes, **GIVEN)) == samples
@@ -122,8 +123,15 @@ def test_an_adapter_beside_its_base_and_noise(family, precision, tmp_path):
 
 @pytest.mark.parametrize("settings", [{"rollout_precision": "fp8"}, {"train_precision": "fp8"}], ids=str)
 def test_trainer_and_sampler_agree(settings, tmp_path):
-    """The policy in the sampler's numbers is nearer to it than the policy in BF16; both train."""
-    path = hybrid(tmp_path / "model", "qwen3_5_text").name_or_path
+    """
+    On log-probabilities that vary by 0.5 nats from token to token. Those of the policy as it is made vary by 3.3, of
+    which FP8 moves them by 0.4.
+    """
+    model = hybrid(tmp_path / "model", "qwen3_5_text")
+    model.get_output_embeddings().weight.data.mul_(0.15)
+    path = tmp_path / "even"
+    model.save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
     args = QuantGRPOConfig(
         output_dir=str(tmp_path / "out"),
         vllm_engine_kwargs=SMALL | GIVEN,
@@ -137,7 +145,7 @@ def test_trainer_and_sampler_agree(settings, tmp_path):
         sync_check_steps=1,
         **GPU_RUN | settings,
     )
-    trainer = make(QuantGRPOTrainer, args, model=path)
+    trainer = make(QuantGRPOTrainer, args, model=str(path))
     keep(trainer)
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "mismatch/abs_logp_diff" in entry]

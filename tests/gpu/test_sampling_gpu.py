@@ -8,12 +8,14 @@ ones and those of a seed of each request.
 
 from contextlib import nullcontext
 from dataclasses import replace
+from importlib.metadata import version
 
 import numpy as np
 import pytest
 import torch
 from drawing import generated, set_options
 from ended_early import at_least, prefixes
+from packaging.version import Version
 from speculating import DRAFTING, drafted_by
 from tiny import save_tiny
 from vllm_engines import GPU_MODEL, engine, policy, update
@@ -158,7 +160,7 @@ def test_a_model_drafts(tmp_path, precision, head_dim):
 
 
 def test_a_model_that_drafts_in_cuda_graphs_does_not_spoil_scores(tmp_path, monkeypatch):
-    """As it does in vLLM 0.26: the check scores prompts while nothing is drafted."""
+    """As it does in vLLM 0.26: the check scores prompts while nothing is drafted. 0.33 scores them before it drafts."""
     model = policy(tmp_path / "policy", **GPU_MODEL).cuda()
     drafter = save_tiny(tmp_path / "drafter", dtype=torch.bfloat16, **GPU_MODEL)
     graphs = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 64, 128, 256, 512]}}
@@ -168,7 +170,8 @@ def test_a_model_that_drafts_in_cuda_graphs_does_not_spoil_scores(tmp_path, monk
     print("\n", right)
     monkeypatch.setattr(sampling, "nothing_drafted", lambda llm: nullcontext())
     monkeypatch.setattr(built, "last_check", None)
-    with pytest.raises(RuntimeError, match="corrupted: "):
+    drafts_first = Version(version("vllm")) < Version("0.33")
+    with pytest.raises(RuntimeError, match="corrupted: ") if drafts_first else nullcontext():
         self_check(built)
 
 
