@@ -39,6 +39,7 @@ def test_the_kernels_of_experts():
 
 
 MIXTURE, TRITON, HYBRID = "step-30b-a3b", "step-30b-a3b-triton", "step-9b"
+MICRO, ONE_COPY = "step-30b-a3b-micro-batches", "step-30b-a3b-one-copy"
 OTHER_MODELS = {  # the run of a row
     "mixture": {
         "the control, BF16": (MIXTURE, "trl-control"),
@@ -73,13 +74,73 @@ def test_steps_of_other_models(kind):
     if kind == "mixture":
         cutlass, triton = ([*means.values()][place] for place in (2, 3))
         assert f"differ by {cutlass['update'] - triton['update']:.2f} s in it" in " ".join(section.split())
-        each = [1e3 * row["update"] / 8 / 48 for row in means.values()]  # micro-batches and layers
-        assert f"takes {min(each):.0f} to {max(each):.0f} ms for a layer of a micro-batch" in " ".join(section.split())
-        control = means["the control, BF16"]
-        saved = [control[phase] - triton[phase] for phase in ("step", "sync", "sampling", "update")]
-        told = (
-            "Of the {:.2f} s that it saves, the sync gives {:.2f} and sampling {:.2f}, and the update takes {:.2f} more"
-        )
-        assert told.format(*saved[:3], -saved[3]) in " ".join(section.split())
-        told = f"there is {means['the control, BF16']['step'] / triton['step']:.2f} times as fast as TRL's"
+        told = f"of 8 it is {means['the control, BF16']['step'] / triton['step']:.2f} times as fast as TRL's"
         assert told in " ".join(TEXTS["docs/mixtures.md"].split())
+
+
+def test_steps_of_a_mixture_by_micro_batch():
+    section = BENCHMARKS.partition("\n## A mixture of experts\n")[2].partition("\n## ")[0]
+    page, means = " ".join(section.split()), {}
+    rows = {
+        ("trl-control", 32): (MICRO, "the control, BF16"),
+        ("bf16+replay", 8): (MICRO, "BF16 with replay"),
+        ("bf16+replay", 32): (MICRO, "BF16 with replay"),
+        ("fp8/fp8/adapter+replay", 8): (MICRO, "one copy in FP8, with replay"),
+        ("fp8/fp8/adapter+replay", 32): (ONE_COPY, "one copy in FP8, with replay"),
+        ("fp8/fp8/adapter+replay", 64): (ONE_COPY, "one copy in FP8, with replay"),
+    }
+    for (trainer, micro), (file, name) in rows.items():
+        runs = [run for run in read(f"{file}-{H200}")["runs"] if (run["trainer"], run["micro"]) == (trainer, micro)]
+        ((result,),) = (run["results"].values() for run in runs)
+        assert len(result["steps"]) == 5
+        found = means[trainer, micro] = {
+            phase: fmean(s[phase] for s in result["steps"]) for phase in result["steps"][0]
+        }
+        whole = [step["step"] for step in result["steps"]]
+        gain = means["trl-control", 32]["step"] / found["step"]
+        cells = [f"{found['step']:.2f} s", f"{min(whole):.2f}, {max(whole):.2f} s", f"{gain:.2f}x"]
+        cells += [f"{found[phase]:.2f} s" for phase in ("sampling", "sync", "update")]
+        cells.append(f"{result['peak_bytes'] / 2**30:.1f} GiB")
+        assert cells_of(section, f"{name} | {micro} |", "| trainer | micro-batch | step |")[2:] == cells
+    control, bf16, one = (
+        means[key] for key in (("trl-control", 32), ("bf16+replay", 32), ("fp8/fp8/adapter+replay", 64))
+    )
+    gain = control["step"] / one["step"]
+    assert f"A step on one copy in FP8 is {gain:.2f} times as fast as the control's" in page
+    assert f"is {gain:.2f} times as fast as TRL's there" in " ".join(TEXTS["docs/mixtures.md"].split())
+    same = means["fp8/fp8/adapter+replay", 32]["step"]
+    told = "is {:.2f} times as fast as ours in BF16 with 32, and with 32 itself {:.2f} times"
+    assert told.format(bf16["step"] / one["step"], bf16["step"] / same) in page
+    small = [means[name, 8]["update"] / 8 for name in ("fp8/fp8/adapter+replay", "bf16+replay")]
+    assert "a micro-batch takes {:.2f} s in FP8 and {:.2f} s in BF16".format(*small) in page
+    saved = [control[phase] - one[phase] for phase in ("step", "update", "sync", "sampling")]
+    told = "{:.2f} s with micro-batches of 64, the update gives {:.2f}, the sync {:.2f} and sampling {:.2f}"
+    assert told.format(*saved) in page
+
+
+def test_the_update_of_a_mixture():
+    section = BENCHMARKS.partition("\n## A mixture of experts\n")[2].partition("\n## ")[0]
+    before, after = (read(f"update-30b-a3b{name}-{H200}") for name in ("", "-experts-summed"))
+    before, after = (each["results"]["30b-a3b"] for each in (before, after))
+    rows = {
+        "BF16": before["bf16"],
+        "one copy in FP8": before["fp8/adapter"],
+        "one copy in FP8, a token's experts summed in one function": after["fp8/adapter"],
+    }
+    for name, row in rows.items():
+        cells = []
+        for tokens in ("4096", "16384"):
+            found = row[tokens]
+            cells += [f"{found['update']:.3f}", f"{found['gpu_seconds']:.3f}", str(found["launched"])]
+        assert cells_of(section, f"{name} |", "| | 4096 tokens |")[1:] == cells
+
+    def seconds(row, name: str) -> float:
+        return sum(took for kernel, _, took in row["16384"]["kernels"] if name in kernel)
+
+    products = [seconds(row, "cutlass13device_kernel") for row in (before["bf16"], after["fp8/adapter"])]
+    whole = [row["16384"]["gpu_seconds"] for row in (before["bf16"], after["fp8/adapter"])]
+    told = "are {:.2f} of the {:.2f} s in BF16, and {:.2f} of the {:.2f} s in FP8"
+    assert told.format(products[0], whole[0], products[1], whole[1]) in " ".join(section.split())
+    added = seconds(before["fp8/adapter"], "indexFuncLargeIndex")
+    assert f"which took {added:.2f} s" in " ".join(section.split())
+    assert seconds(after["fp8/adapter"], "indexFuncLargeIndex") == 0

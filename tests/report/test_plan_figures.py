@@ -165,7 +165,7 @@ def runs_of_steps() -> list:
 def estimate_of_step(estimated, run) -> int:
     _, given, size, rank, micro, kind, shape, _ = run
     completions, new = map(int, shape.partition(" ")[0].split("x"))
-    if kind != "trl" and "lognormal" in shape:  # packed rows hold each prompt of a micro-batch once, and no padding
+    if kind != "trl":  # packed rows hold each prompt of a micro-batch once, and no padding
         steps = [sum(each) for each in given["lengths"][shape]]
         prompts = completions // given["generations"] * given["prompt"]
         new = (max(steps) + prompts) // completions - given["prompt"]
