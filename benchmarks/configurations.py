@@ -16,12 +16,14 @@ import memory
 import step
 import step_runs
 import yaml
+from engines import SHAPES, adapted_layers
 
 
 DIRECTORY = Path(__file__).parents[1] / "configs" / "figures"
 MODELS = {
     "7b": "Qwen/Qwen2.5-7B-Instruct",
     "32b": "Qwen/Qwen2.5-32B-Instruct",
+    "30b-a3b": "Qwen/Qwen3-30B-A3B",
     "70b": "meta-llama/Llama-3.3-70B-Instruct",
     "8b": "GSAI-ML/LLaDA-8B-Instruct",
 }
@@ -42,6 +44,8 @@ FIGURES = {
     "--vllm_gpu_memory_utilization 0.5",
     "32b-nvfp4-64x512": "step.py --sizes 32b --trainers nvfp4/nvfp4 --micro 16 --completions 64x512 "
     "--vllm_gpu_memory_utilization 0.5",
+    "30b-a3b-fp8-64x256": "step.py --sizes 30b-a3b --trainers fp8/fp8/adapter+replay --micro 64 --completions 64x256 "
+    "--vllm_gpu_memory_utilization 0.33",
     "8b-diffusion-fp8-4x256": "diffusion.py --size 8b --precisions fp8 --completions 4",
     "8b-diffusion-fp8-16x256": "diffusion.py --size 8b --precisions fp8 --completions 16",
     "32b-nvfp4-memory": "memory.py --sizes 32b --kinds nvfp4",
@@ -71,7 +75,7 @@ def configuration(command: str) -> dict:
         "use_peft": True,
         "lora_r": args.lora,
         "lora_alpha": 2 * args.lora,
-        "lora_target_modules": "all-linear",
+        "lora_target_modules": adapted_layers("num_experts" in SHAPES.get(size, {})),
         "trainer": trainer,
     } | settings
 

@@ -188,9 +188,13 @@ def adapter(model, rank: int, **settings):
     """
     from peft import LoraConfig
 
-    has_experts = number_of_experts(model.config.to_dict()) > 1
-    layers = ["q_proj", "k_proj", "v_proj", "o_proj"] if has_experts else "all-linear"
+    layers = adapted_layers(number_of_experts(model.config.to_dict()) > 1)
     return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=layers, **settings)
+
+
+def adapted_layers(has_experts: bool) -> list[str] | str:
+    """Returns the `target_modules` of [`adapter`]."""
+    return ["q_proj", "k_proj", "v_proj", "o_proj"] if has_experts else "all-linear"
 
 
 def policy(path: str, lora_rank: int = 0, words: list[int] | None = None):
