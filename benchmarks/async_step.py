@@ -71,13 +71,14 @@ def commands(args) -> str:
 
 
 class Ends(TrainerCallback):
-    """Notes when each update and its sync have ended. It acts after TRL's own callbacks."""
+    """Notes and prints when each update and its sync have ended. It acts after TRL's own callbacks."""
 
     def __init__(self):
         self.clock, self.times = Clock(synchronize=True), []
 
     def on_step_end(self, args, state, control, **others):
         self.times.append(self.clock.now())
+        print(f"update {len(self.times)} ended at {self.times[-1]:.2f} s", flush=True)  # a run that is cut off has it
 
 
 def make_trainer(args) -> QuantAsyncGRPOTrainer:
