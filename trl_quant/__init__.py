@@ -11,7 +11,7 @@ _PUBLIC = {
     "AISGRPOTrainer": ".trainers.grpo",
     "DiffusionGRPOConfig": ".config",
     "DiffusionGRPOTrainer": ".trainers.diffusion",
-    "QuantAsyncGRPOConfig": ".config",
+    "QuantAsyncGRPOConfig": ".config.async_grpo",
     "QuantAsyncGRPOTrainer": ".trainers.async_grpo",
     "QuantDistillationConfig": ".config",
     "QuantDistillationTrainer": ".trainers.distillation",

@@ -11,7 +11,7 @@ from torch import Tensor
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
-from ...config import QuantAsyncGRPOConfig
+from ...config.async_grpo import QuantAsyncGRPOConfig
 from ...policy.adapters import leave_casts_to_autocast
 from ...policy.trees import TREES
 from ...rollout import RolloutEngine, RolloutNoise, build_engine
