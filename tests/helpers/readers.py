@@ -8,6 +8,7 @@ Tiny models that read images, with processors of their own: built on the spot fr
 
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 from PIL import Image
@@ -118,6 +119,7 @@ def gemma(wide: bool) -> tuple:
 
 def qwen(family: str, wide: bool) -> tuple:
     """The class, config and processor of one of Qwen's models. An image is as many tokens as its size says."""
+    pytest.importorskip("torchvision", reason="torchvision, which Qwen's processors need, is not installed")
     name, text, vision = QWEN[family]
     tokenizer, is_old = tiny_tokenizer(MARKS), family == "qwen2_5_vl"
     patch = {"patch_size": 14 if is_old else 16}

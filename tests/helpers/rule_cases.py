@@ -56,7 +56,7 @@ class Case:
     model: object = None  # a function of a directory makes the policy, or its name
     others: dict | Callable = field(default_factory=dict)  # the trainer's other arguments, or a function of a directory
     assigned: dict = field(default_factory=dict)  # set after the config was built
-    needs: str | None = None  # a package that must be installed
+    needs_vllm: bool = False
 
 
 CASES = {
@@ -82,12 +82,12 @@ CASES = {
         Case("'wandb' cannot be imported", assigned={"report_to": ["wandb"]}),
         Case("needs Liger's kernels", fields={"use_liger_kernel": True}),
         Case("vLLM is not installed", fields=VLLM),
-        Case("does not run in vLLM on this device", fields=VLLM, needs="vllm"),
-        Case("vLLM returns the routing of experts from its second", fields=BF16_VLLM | REPLAY, needs="vllm"),
+        Case("does not run in vLLM on this device", fields=VLLM, needs_vllm=True),
+        Case("vLLM returns the routing of experts from its second", fields=BF16_VLLM | REPLAY, needs_vllm=True),
         Case(
             "vLLM returns what truncation left from 0.28",
             fields=VLLM | {"min_p": 0.1, "truncation_replay": True},
-            needs="vllm",
+            needs_vllm=True,
         ),
     ],
     "critic": [
@@ -215,23 +215,25 @@ CASES = {
         Case("the scales of its KV cache", fields={**VLLM, "vllm_engine_kwargs": {"calculate_kv_scales": True}}),
         Case("accepts drafted tokens", fields={**VLLM, "vllm_engine_kwargs": {"speculative_config": SYNTHETIC}}),
         Case("'kv_cache_dtype'='int3'", fields={**VLLM, "vllm_engine_kwargs": {"kv_cache_dtype": "int3"}}),
-        Case("has ['x'], which vLLM does not take", fields={**VLLM, "vllm_engine_kwargs": {"x": 1}}, needs="vllm"),
+        Case("has ['x'], which vLLM does not take", fields={**VLLM, "vllm_engine_kwargs": {"x": 1}}, needs_vllm=True),
         Case("`min_p`=0.1 with 'speculative_config'", fields={**VLLM, **DRAFTING, "min_p": 0.1}),
         Case("a server takes its arguments", fields={**SERVER, "vllm_engine_kwargs": {"enforce_eager": True}}),
         Case("must not hold 'n'", fields={**VLLM, "generation_kwargs": {"n": 2}}),
         Case("must not hold 'logprobs'", fields={**VLLM, "generation_kwargs": {"logprobs": 2}}),
         Case("a group would be one completion", fields={**VLLM, "generation_kwargs": {"seed": 2}}),
         Case(
-            "vLLM in `vllm_mode`='colocate' does not take", fields={**VLLM, "generation_kwargs": {"x": 2}}, needs="vllm"
+            "vLLM in `vllm_mode`='colocate' does not take",
+            fields={**VLLM, "generation_kwargs": {"x": 2}},
+            needs_vllm=True,
         ),
-        Case("are refused by vLLM", fields={**VLLM, "generation_kwargs": {"min_tokens": -1}}, needs="vllm"),
+        Case("are refused by vLLM", fields={**VLLM, "generation_kwargs": {"min_tokens": -1}}, needs_vllm=True),
         Case(
             "Set `vllm_max_model_length` to 32 or less",
             fields={**VLLM, "vllm_max_model_length": 600},
             model=tiny("llama", max_position_embeddings=32, rope_parameters={"rope_type": "dynamic", "factor": 2.0}),
         ),
         Case("see 8 tokens, and vLLM's", fields=VLLM, model=tiny("cohere2")),
-        Case("vLLM was shown to run on a CPU in 'bf16' alone", fields=VLLM, model=tiny("qwen3_moe"), needs="vllm"),
+        Case("vLLM was shown to run on a CPU in 'bf16' alone", fields=VLLM, model=tiny("qwen3_moe"), needs_vllm=True),
         Case(
             "On a CPU vLLM 0.31 looks for all of them on each rank and crashes",
             fields={**BF16_VLLM, "vllm_engine_kwargs": {"enable_expert_parallel": True}},
@@ -244,20 +246,18 @@ CASES = {
                 "vllm_engine_kwargs": {"moe_backend": "flashinfer_cutlass"},
             }.items()
         ),
-        Case("heads have 48 dimensions", fields=VLLM, model=tiny(head_dim=48), needs="vllm"),
+        Case("heads have 48 dimensions", fields=VLLM, model=tiny(head_dim=48), needs_vllm=True),
         Case("The policy was built in memory, and vLLM", fields=VLLM, model=tiny()),
         Case("where vLLM finds no config", fields=VLLM, model=lost),
         Case("which cannot be read", fields={**VLLM, "vllm_engine_kwargs": {"model": "/gone"}}, model=tiny()),
         Case("on which vLLM starts, in rms_norm_eps", fields=VLLM, model=changed),
-        Case(
-            "would start a Qwen3_5ForConditionalGeneration from", fields=VLLM, model=without_tower, needs="torchvision"
-        ),
+        Case("would start a Qwen3_5ForConditionalGeneration from", fields=VLLM, model=without_tower),
         Case("another model than the policy", fields=VLLM, model=names_another),
         Case(
             "does not know the architecture ['Odd']",
             fields=VLLM,
             model=lambda directory: of_class(directory, "Odd"),
-            needs="vllm",
+            needs_vllm=True,
         ),
         Case("a checkpoint quantized to 'fp8'", fields=VLLM, model=lambda directory: quantized(directory, "fp8")),
     ],
