@@ -214,7 +214,8 @@ def policy(path: str, lora_rank: int = 0, words: list[int] | None = None):
             storage[key] = (torch.randn(param.shape, device=device) * 0.02).to(torch.bfloat16)
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, torch.nn.Parameter(storage[key]))
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config, device=device)  # the only buffers
+    with torch.device(device):
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # the only buffers
     model.name_or_path = path
     save_start(model)
     if lora_rank:
