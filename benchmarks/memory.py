@@ -83,7 +83,8 @@ def packed_policy(directory: str, precision: str, words: list[int]):
             has_bias = model.get_submodule(place).bias is not None
             model.set_submodule(place, FrozenLinear(inputs, outputs, has_bias, precision, dtype))
     model.to_empty(device=DEVICE)
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config, device=DEVICE)  # the only buffers
+    with torch.device(DEVICE):
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # the only buffers
     for name, param in model.named_parameters():
         kind = name.rpartition(".")[2]
         if kind == "weight_packed":
