@@ -96,3 +96,15 @@ def test_what_stage_1_tells_apart():
     assert "INT4: {mean:+.3f}, {low:+.3f} to {high:+.3f}".format(**acr) in advice
     lowest = min(run["log"]["final_accuracy"]["200"] for row in rows for run in row["runs"])
     assert f"One run fell to {lowest:.3f} there" in PAGE
+
+
+def test_what_a_third_of_stage_2_tells():
+    rows, groups = stored(RESULTS / "study" / "stage_2.json.xz")
+    found = [row for row in differences(QUESTIONS["stage_2"], groups) if row["against"] == "int4 tis u4"]
+    seeds = [sorted(run["seed"] for run in row["runs"]) for row in rows]
+    assert seeds == [[6, 7, 8, 9, 10, 11]] * 8 and {row["pairs"] for row in found} == {6}
+    (below,) = (row for row in found if row["cell"] == "int4 tis, sequences, u4")
+    told = "sequences ends {:.3f} below `tis` ({:+.3f} to {:+.3f}; Holm's p {:.2f})"
+    assert told.format(-below["mean"], below["low"], below["high"], below["holm"]) in PAGE
+    others = [abs(row["mean"]) for row in found if row is not below]
+    assert len(others) == 5 and f"the other five within {max(others):.3f} of it" in PAGE
