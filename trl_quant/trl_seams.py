@@ -130,7 +130,7 @@ LASTING = {
         "tests/policy/test_positions.py::test_sampler_and_trainer_agree",
     ),
     ("policy/routing.py", "register_forward_pre_hook"): (
-        "the decoder layers of a mixture of experts: the policy's and its reference's",
+        "the attention of a mixture of experts, linear or not: the policy's and its reference's",
         "the model",
         "tests/policy/test_routing.py::test_gradients_are_those_of_a_loop",
     ),

@@ -70,8 +70,12 @@ def test_packed_rows_are_padded_ones_where_kernels_take_borders(family, monkeypa
     with pytest.raises(ValueError, match="the policy's recurrent layers would carry their state from one sequence"):
         accept_packed_rows(model)
     model.set_attn_implementation("trl_quant_packed")  # as if it had not been asked
-    across = gradients(model, PackedRows(model, PROMPT, False), given)
-    assert apart_from(padded, across) > 0.01 * size
+    try:
+        across = gradients(model, PackedRows(model, PROMPT, False), given)
+    except ValueError as refused:  # by transformers, from 5.24 on
+        assert "can't keep packed sequences apart" in str(refused)
+    else:
+        assert apart_from(padded, across) > 0.01 * size
     kernels_that_keep_borders(monkeypatch, family)
     accept_packed_rows(model)
     packed = gradients(model, PackedRows(model, PROMPT, False), given)

@@ -8,9 +8,10 @@ from the trainer's own logits, so that gradients reach the router:
     y_t = sum over e in C_t of:  g_te(z_t) f_e(x_t)        C_t: the sampler's;  z_t, g: the trainer's ([`gates`])
 
 The sampler's choices are a keyword argument of the forward pass, [`Routed`], which transformers passes on to each
-decoder layer. A hook on the layer hands it to a hook on the layer's router, which replaces the router's choice. So
-gradient checkpointing, which calls the layer again in the backward pass with the same arguments, replays the same
-choices. Without the keyword the hooks do nothing.
+decoder layer and its attention. A hook on the attention, which computes before the router, hands it to a hook on the
+router, which replaces the router's choice. So gradient checkpointing, which computes the layer again in the backward
+pass with the same arguments, replays the same choices. Hooks on the layer itself would not do: transformers 5.24
+leaves them out then. Without the keyword the hooks do nothing.
 
 A router's logits stay what they are. transformers' load-balancing loss takes its experts from these logits, and so
 stays the same function of them: it balances what the trainer's own routers would choose.
@@ -75,7 +76,7 @@ class Routed:
 
 class ReplayHooks:
     """
-    The hooks of one router and of its decoder layer.
+    The hooks of one router and of the attention of its decoder layer.
 
     Parameters:
         router ([`~models.routers.Router`]): The router.
@@ -83,10 +84,10 @@ class ReplayHooks:
 
     def __init__(self, router: Router):
         self.router = router
-        self.routed: Routed | None = None  # of the layer's call
+        self.routed: Routed | None = None  # of the attention's call
 
-    def begin(self, layer: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Takes the routing of a call of the decoder layer."""
+    def begin(self, attention: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Takes the routing of a call of the layer's attention."""
         self.routed = kwargs.get(ROUTED)
 
     def choose(self, module: nn.Module, args: tuple, output: tuple) -> tuple | None:
@@ -104,7 +105,9 @@ def accept_routing(model: nn.Module) -> None:
     for router in routers(model):
         if not takes_routing(router.module):
             hooks = ReplayHooks(router)
-            router.decoder_layer.register_forward_pre_hook(hooks.begin, with_kwargs=True)
+            for name, module in router.decoder_layer.named_children():
+                if name.endswith("_attn"):  # `self_attn` or `linear_attn`
+                    module.register_forward_pre_hook(hooks.begin, with_kwargs=True)
             router.module.register_forward_hook(hooks.choose)
 
 
