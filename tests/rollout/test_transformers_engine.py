@@ -45,9 +45,11 @@ def test_the_cache_is_the_given_one():
     for name, kind in ((None, DynamicCache), ("static", StaticCache)):
         made, caches = engine(tiny_model(seed=1), "nf4", cache_implementation=name), set()
         made.sync()
-        made.copy.register_forward_pre_hook(
-            lambda module, args, inputs, caches=caches: caches.add(type(inputs["past_key_values"])), with_kwargs=True
-        )
+
+        def see(module, args, inputs, caches=caches):
+            caches.add(type(inputs.get("cache", inputs.get("past_key_values"))))  # transformers 5.24 renamed it
+
+        made.copy.register_forward_pre_hook(see, with_kwargs=True)
         torch.manual_seed(0)
         samples[name] = made.sample(requests_for(PROMPTS))
         assert caches == {kind}
