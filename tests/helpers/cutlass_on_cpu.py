@@ -1,7 +1,11 @@
 """vLLM's own CUTLASS layer for INT8 on a CPU: all of it but two kernels, for which there are slow stand-ins here."""
 
+import pytest
 import torch
 from torch import Tensor
+
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm import _custom_ops as ops
 from vllm.model_executor.kernels import linear
 from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassInt8ScaledMMLinearKernel
