@@ -1,4 +1,4 @@
-"""What the docs and the benchmarks tell of the study's paired comparisons is what its raw files have."""
+"""The figures of the study's paired comparisons on the pages equal those of its raw files."""
 
 import re
 import sys

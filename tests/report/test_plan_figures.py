@@ -165,7 +165,8 @@ def runs_of_steps() -> list:
 def estimate_of_step(estimated, run) -> int:
     _, given, size, rank, micro, kind, shape, _ = run
     completions, new = map(int, shape.partition(" ")[0].split("x"))
-    if kind != "trl":  # packed rows hold each prompt of a micro-batch once, and no padding
+    # Packed rows hold each prompt of a micro-batch once, and no padding. It is little where all completions are longer
+    if kind != "trl" and ("lognormal" in shape or new == given["prompt"]):
         steps = [sum(each) for each in given["lengths"][shape]]
         prompts = completions // given["generations"] * given["prompt"]
         new = (max(steps) + prompts) // completions - given["prompt"]
@@ -206,6 +207,16 @@ def is_plain(run) -> bool:
 @pytest.mark.parametrize("run", runs_of_steps(), ids=lambda run: f"{run[0].removesuffix('.json.xz')} {run[5]} {run[6]}")
 def test_memory_of_a_step(estimated, run):
     assert near(estimate_of_step(estimated, run), run[-1])
+
+
+def test_a_prompt_counts_once_in_packed_rows(estimated):
+    """The command counts it for each completion, which matters where prompts are long."""
+    (run,) = (run for run in runs_of_steps() if run[2] == "30b-a3b" and run[4] == 64)
+    settings = {"rollout_precision": "fp8", "train_precision": "fp8", "lora_sync": "adapter", "use_vllm": True}
+    settings |= {"per_device_train_batch_size": 64, "num_generations": 8, "max_completion_length": 256}
+    share = {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": run[1]["vllm_gpu_memory_utilization"]}
+    whole = while_training(estimated("30b-a3b", 32, "H200", **settings | share))
+    assert f"it is {whole / run[-1] - 1:.0%} too high with 64 in a micro-batch" in " ".join(MEMORY.split())
 
 
 @pytest.mark.parametrize("start", ["whole steps with vLLM", "the same with completions that differ"])
