@@ -12,7 +12,7 @@ from torch.nn import Module
 from transformers import AutoConfig
 
 from ..reading import reading
-from ..rollout.vllm.attention import NO_WHOLE_IMAGES, shows_whole_images
+from ..rollout.vllm.attention import refusal_of_images
 from ..storage.identity import MODEL_FILES
 from ..storage.layout import check_files
 from ..storage.manifest import check_read
@@ -109,12 +109,12 @@ def _check_names(args, model) -> None:
 
 
 def _check_images(run: Given, datasets: dict) -> None:
-    """Raises `ValueError` for data with images that vLLM here would compute otherwise than the policy does."""
-    if shows_whole_images(run.config):
-        return
+    """Raises `ValueError` for data with images that vLLM here does not take."""
+    drafts = (run.args.vllm_engine_kwargs or {}).get("speculative_config") is not None
+    refused = refusal_of_images(run.config, drafts)
     for name, dataset in datasets.items():
-        if holds_images(dataset):
-            raise ValueError(f"`{name}` has images. {NO_WHOLE_IMAGES}")
+        if refused is not None and holds_images(dataset):
+            raise ValueError(f"`{name}` has images. {refused}")
 
 
 def _check_attention(run: Given) -> None:

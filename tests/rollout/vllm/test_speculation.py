@@ -17,6 +17,7 @@ from training import config, make, metrics
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
+from pictured import PICTURES
 from speculating import DRAFTING, NGRAM, drafted_by, mend
 from vllm.v1.sample import rejection_sampler
 from vllm_engines import SMALL, engine, keep, policy, update
@@ -203,6 +204,12 @@ def test_an_engine_that_drafts_nothing_is_refused(tmp_path, monkeypatch):
     sampler = speculating(tmp_path, engine_kwargs=SMALL | {"speculative_config": rare})
     with pytest.raises(RuntimeError, match=r"drafted no token in 8 prompts.*nothing is known"):
         sampler.check_sync()
+
+
+def test_images_are_refused(sampler):
+    """Those of a stream, which nobody reads before the engine starts."""
+    with pytest.raises(ValueError, match="which vLLM refuses beside speculative decoding"):
+        sampler.draw([Request(PROMPTS[0], PICTURES)])
 
 
 def test_an_engine_with_short_rows(tmp_path, monkeypatch):

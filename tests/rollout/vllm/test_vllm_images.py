@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoProcessor
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 from pictured import PICTURES, asked, greedy_pictured, methods, outside_of_text
+from speculating import DRAFTING
 from vllm_engines import SMALL, engine, keep, update
 
 from trl_quant.cli import main
@@ -190,6 +191,13 @@ def test_images_whose_tokens_see_each_other_are_refused_on_a_cpu(tmp_path):
     assert len(sampler.draw([asked(processor, [])]).token_ids) == 1
     with pytest.raises(ValueError, match=r"`train_dataset` has images\. In this policy the tokens of an image"):
         pictured_trainer(str(tmp_path / "model"), tmp_path / "out")
+
+
+def test_images_beside_speculative_decoding_are_refused(tmp_path):
+    """vLLM takes no `logit_bias` there, without which a policy may sample a token that stands for an image."""
+    path = save_reader(tmp_path / "model", "qwen2_5_vl")
+    with pytest.raises(ValueError, match=r"`train_dataset` has images\. A policy that is given images must not sample"):
+        pictured_trainer(str(path), tmp_path / "out", vllm_engine_kwargs=DRAFTING)
 
 
 def data(rows: int) -> Dataset:

@@ -10,6 +10,10 @@ NO_WHOLE_IMAGES = (
     "In this policy the tokens of an image see each other, and on a CPU vLLM's attention shows each token only those "
     "before it. Set `use_vllm=False` for the embedded engine, or train on text."
 )
+NO_BIAS_BESIDE_DRAFTS = (
+    "A policy that is given images must not sample a token that stands for one. A `logit_bias` keeps it from that, "
+    "which vLLM refuses beside speculative decoding. Leave 'speculative_config' out of `vllm_engine_kwargs`."
+)
 LINEAR_HEADS = (64, 128)  # sizes of the heads of linear attention that vLLM's CPU kernel takes
 EXACT_HEADS = 128  # head size at which FlashAttention 3 decodes with the same tiles as it scores a whole sequence
 
@@ -41,15 +45,20 @@ def check_head_size(config: PreTrainedConfig) -> None:
             )
 
 
-def shows_whole_images(config: PreTrainedConfig) -> bool:
+def refusal_of_images(config: PreTrainedConfig, drafts: bool) -> str | None:
     """
-    Whether vLLM's attention here computes a policy's images as the policy does: on a CPU it has none in which the
-    tokens of an image see each other.
+    Returns why vLLM here takes no images; `None` if it takes them.
+
+    Args:
+        config ([`~transformers.PreTrainedConfig`]): The policy's config.
+        drafts (`bool`): Whether vLLM speculates.
     """
     from vllm.platforms import current_platform
 
     family = FAMILIES.get(config.model_type)
-    return family is None or not family.whole_images or not current_platform.is_cpu()
+    if family is not None and family.whole_images and current_platform.is_cpu():
+        return NO_WHOLE_IMAGES
+    return NO_BIAS_BESIDE_DRAFTS if drafts else None
 
 
 def check_exact(config: PreTrainedConfig) -> None:

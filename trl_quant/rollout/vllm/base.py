@@ -25,7 +25,7 @@ from ..engine import RolloutNoise
 from ..fingerprint import Fingerprint, fingerprint
 from ..tensors import ties_embeddings
 from ..verify.kv_cache import UNQUANTIZED, KVCache
-from .attention import NO_WHOLE_IMAGES, shows_whole_images
+from .attention import refusal_of_images
 from .speculation import Drafts
 from .support import check_experts_here, compute_as_vllm
 
@@ -84,7 +84,6 @@ class VLLMBase(RolloutEngine):
         self.syncs_to_check = 1  # the first sync is checked
         self.drafts: Drafts | None = None
         self.has_checked_drafts = False
-        self.refuses_images = None if shows_whole_images(self.weights.base_model.config) else NO_WHOLE_IMAGES
         self._failure: str | None = None
         self._non_finite: dict[str, Tensor] = {}
         self._started_model: set = set()  # `_model_traits` when the engine started
@@ -96,6 +95,7 @@ class VLLMBase(RolloutEngine):
         if not self.on_cpu and self.weights.multiplies_in(self.precision):
             compute_as_vllm(self.precision, self.accelerator.device)
         self.drift.quantizer = self.quantizers["quantizer"]
+        self.refuses_images = refusal_of_images(self.weights.base_model.config, self.drafts is not None)
         self._started_model = self._model_traits()
 
     def further_options(self) -> dict:
