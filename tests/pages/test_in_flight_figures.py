@@ -9,7 +9,8 @@ from pages import README, TEXTS
 
 PHASES = ("step", "sampling", "sync", "update", "rest")
 # The host of each
-FILES = {"1": "first", "2": "first", "3": "second", "bf16": "third", "factors": "fourth", "vllm-0.33": "fifth"}
+FILES = {"1": "first", "2": "first", "3": "second", "bf16": "third", "factors": "fourth"}
+FILES |= {"vllm-0.33": "fifth", "1.5": "sixth"}
 NAMES = {
     "trl-control": "the control, BF16",
     "fp8/fp8": "`fp8`, every generation waits for all",
@@ -17,9 +18,11 @@ NAMES = {
     "fp8/fp8@2": "`fp8`, `rollouts_in_flight=2`",
     "fp8/fp8@3": "`fp8`, `rollouts_in_flight=3`",
     "bf16": "BF16, every generation waits for all",
+    "bf16@1.5": "BF16, `rollouts_in_flight=1.5`",
     "bf16@2": "BF16, `rollouts_in_flight=2`",
     "bf16@3": "BF16, `rollouts_in_flight=3`",
     "fp8_block/fp8_block/exact": "exact `fp8_block`, every generation waits for all",
+    "fp8_block/fp8_block/exact@1.5": "exact `fp8_block`, `rollouts_in_flight=1.5`",
     "fp8_block/fp8_block/exact@2": "exact `fp8_block`, `rollouts_in_flight=2`",
     "fp8_block/fp8_block/exact@3": "exact `fp8_block`, `rollouts_in_flight=3`",
 }
@@ -71,7 +74,7 @@ def test_steps_with_generations_in_flight():
                 assert len(result["steps"]) == 16
             elif trainer != "trl-control":
                 counts.append((host, len(result["steps"])))
-    assert "({}, {}, {}, {} and {} of them)".format(*dict(counts).values()) in TOLD and len({*counts}) == 5
+    assert "({}, {}, {}, {}, {} and {} of them)".format(*dict(counts).values()) in TOLD and len({*counts}) == 6
     two = mean["first", "fp8/fp8"] / mean["first", "fp8/fp8@2"]
     three = mean["second", "fp8/fp8"] / mean["second", "fp8/fp8@3"]
     assert f"Two generations in flight make a step {two:.2f} times as fast, three {three:.2f} times" in MEASURED
@@ -89,6 +92,8 @@ def test_steps_with_generations_in_flight():
     assert "on the fifth, `fp8` takes {:.2f} at 2 and {:.2f} at 3".format(*fifth) in PAGE
     told = "`fp8` takes {:.2f} at 1.5, BF16 {:.2f} at 2, and exact `fp8_block` {:.2f} at 2 and {:.2f} at 3"
     assert told.format(*shares) in PAGE
+    sixth = (mean["sixth", f"{name}@1.5"] / mean["sixth", name] for name in ("bf16", exact))
+    assert "On the sixth, at 1.5, BF16 takes {:.2f} and exact `fp8_block` {:.2f}".format(*sixth) in PAGE
     assert f"In BF16 it takes {flying / plain:.2f} and in `fp8` {1 / three:.2f}" in PAGE
 
 
@@ -105,18 +110,42 @@ def test_steps_in_which_kernels_were_compiled():
     assert "Without them the means are {:.2f} and {:.2f} s".format(*means) in TOLD
 
 
-def test_when_kernels_were_written():
-    """Seconds after the jobs' start; the job of factor 2 ended at 621, a few seconds after its last step."""
-    written, steps = read(f"kernels-7b-in-flight-{H200}")["seconds"], []
-    for run in read(f"step-7b-in-flight-factors-{H200}")["runs"]:
-        if run["trainer"] == "fp8_block/fp8_block/exact@2":
+def kernels_by_step(file: str, factor: str, times: str, ended: float) -> tuple[list[float], list[dict], list[int], int]:
+    """
+    The seconds at which kernels were written after the start of a host's jobs, an exact run's steps, its first with
+    them, the number of kernels in each, and that before. Its job `ended` a few seconds after its last step.
+    """
+    written, steps = read(f"kernels-7b-in-flight-{times}{H200}")["seconds"], []
+    for run in read(f"step-7b-in-flight-{file}-{H200}")["runs"]:
+        if run["trainer"] == f"fp8_block/fp8_block/exact@{factor}":
             steps = [run["results"][LOGNORMAL]["warm_up"], *run["results"][LOGNORMAL]["steps"]]
-    end, counts = 621 - 3, []
+    end, counts = ended - 3, []
     for step in reversed(steps):
         counts.insert(0, sum(end - step["step"] <= moment < end for moment in written))
         end -= step["step"]
+    return written, steps, counts, sum(moment < end for moment in written)
+
+
+def test_steps_of_which_each_slow_one_compiled():
+    """Those that sampled longer than BF16 with the same lengths, where FP8 is faster, are those with kernels."""
+    written, steps, counts, before = kernels_by_step("1.5", "1.5", "sixth-host-", 879)
+    plain = runs("1.5", last=19)["bf16@1.5"]["steps"]
+    slow = [ours["sampling"] > 1.2 * base["sampling"] for ours, base in zip(steps[1:], plain, strict=True)]
+    assert slow == [count > 0 for count in counts[1:]] and sum(slow) == 6 and sum(slow[-16:]) == 4
+    told = "of {}, {} were written before the first step with a factor of 1.5, {} in it, which warms up, {} in the six"
+    assert told.format(len(written), before, counts[0], sum(counts[1:])) in PAGE and {*counts[1:]} == {0, 2, 3}
+    pairs = [(each["sampling"], base["sampling"]) for each, base, is_slow in zip(steps[1:], plain, slow) if is_slow]
+    ours, theirs = zip(*pairs)
+    assert f"for {min(ours):.1f} to {max(ours):.1f} s, where BF16 with the same lengths took" in TOLD
+    assert f"took {min(theirs):.1f} to {max(theirs):.1f} s. {sum(counts[1:])} kernels were written in these 6" in TOLD
+    others = fmean(each["step"] for each, is_slow in zip(steps[-16:], slow[-16:]) if not is_slow)
+    assert f"the other twelve take {others:.2f} s on average" in TOLD
+
+
+def test_when_kernels_were_written():
+    written, steps, counts, before = kernels_by_step("factors", "2", "", 621)
     slow = [step["sampling"] > 12.5 for step in steps]
-    before, late = sum(moment < end for moment in written), sum(moment >= 621 for moment in written)
+    late = sum(moment >= 621 for moment in written)
     inside = [sum(count for count, each in zip(counts[4:], slow[4:]) if each is is_slow) for is_slow in (True, False)]
     told = (
         "Of {}, {} were written while the first two exact engines started. With factor 2, {} fell into the warm-up, {} "
