@@ -124,6 +124,32 @@ def test_steps_of_a_mixture_by_micro_batch():
     assert told.format(*saved) in page
 
 
+def test_a_step_of_a_mixture_with_two_copies_in_fp8():
+    (run,) = read(f"step-30b-a3b-merged-{H200}")["runs"]
+    assert (run["trainer"], run["micro"]) == ("fp8/fp8+replay", 64)
+    ((result,),) = (run["results"].values(),)
+    steps = result["steps"]
+    whole, *parts = (fmean(step[name] for step in steps) for name in ("step", "sampling", "sync", "update"))
+    spread = [extreme(step["step"] for step in steps) for extreme in (min, max)]
+    told = "a step takes {:.2f} s, {:.2f} to {:.2f}: sampling {:.2f} s, sync {:.2f} s, update {:.2f} s, peak {:.1f} GiB"
+    assert told.format(whole, *spread, *parts, result["peak_bytes"] / 2**30) in " ".join(BENCHMARKS.split())
+
+
+def test_sizes_of_the_experts_kernel():
+    found = read(f"decode-30b-a3b-sizes-of-kernels-{H200}")["results"]
+    ours, *others = ([row["products"] for row in found[name].values()] for name in ("none", "block", "bf16"))
+    cells = [f"{milliseconds:.2f} ms" for milliseconds in ours]
+    assert f"| products in FP8, vLLM's sizes without a file | {' | '.join(cells)} |" in BENCHMARKS
+    for name, products in zip(("FP8 by blocks", "BF16"), others, strict=True):
+        changes = [f"{100 * (new / old - 1):+.1f}%" for new, old in zip(products, ours, strict=True)]
+        assert f"| sizes for {name} | {' | '.join(changes)} |" in BENCHMARKS
+    (experts,) = (kernel[2] for kernel in found["none"]["64"]["kernels"] if kernel[0] == "fused_moe_kernel")
+    stored = 48 * 128 * 3 * 768 * 2048  # bytes
+    told = f"take {experts:.2f} of the {ours[1]:.2f} ms, and reading their {stored / 1e9:.1f} GB once, "
+    told += f"at the card's 4.8 TB/s, would take {stored / 4.8e9:.2f} ms"
+    assert told in " ".join(BENCHMARKS.split())
+
+
 def test_the_update_of_a_mixture():
     section = BENCHMARKS.partition("\n## A mixture of experts\n")[2].partition("\n## ")[0]
     before, after = (read(f"update-30b-a3b{name}-{H200}") for name in ("", "-experts-summed"))

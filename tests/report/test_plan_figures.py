@@ -211,7 +211,7 @@ def test_memory_of_a_step(estimated, run):
 
 def test_a_prompt_counts_once_in_packed_rows(estimated):
     """The command counts it for each completion, which matters where prompts are long."""
-    (run,) = (run for run in runs_of_steps() if run[2] == "30b-a3b" and run[4] == 64)
+    (run,) = (run for run in runs_of_steps() if "30b-a3b-one-copy" in run[0] and run[4] == 64)
     settings = {"rollout_precision": "fp8", "train_precision": "fp8", "lora_sync": "adapter", "use_vllm": True}
     settings |= {"per_device_train_batch_size": 64, "num_generations": 8, "max_completion_length": 256}
     share = {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": run[1]["vllm_gpu_memory_utilization"]}
