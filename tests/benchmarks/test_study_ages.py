@@ -22,8 +22,9 @@ sys.path[:0] = [str(STUDY), str(ROOT / "examples")]
 import build_arithmetic_model as building  # noqa: E402
 import trial  # noqa: E402
 from cell import Cell  # noqa: E402
-from cells import AGES, QUESTIONS  # noqa: E402
+from cells import QUESTIONS  # noqa: E402
 from pace import Pace  # noqa: E402
+from replicated import AGES  # noqa: E402
 
 
 STEPS = 6
