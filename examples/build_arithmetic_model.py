@@ -18,6 +18,12 @@ starts from them finds the same on every CPU:
 With `--quotient 24 --max_completion_length 1216` it learns to divide by repeated subtraction instead, in completions of
 about 1000 tokens, with `--countdown 3 --max_completion_length 160` to search for an expression that makes a target, and
 with `--word_problems openai/gsm8k --max_completion_length 112` word problems by heart, in tokens made from them.
+With `--told true --max_completion_length 128` sums and differences are told in words, such as
+
+    tom has 347 figs and gets 588. how many now?
+    first he owns 347 figs, later tom wins 588. 7+8+0=5c1 4+8+1=3c1 3+5+1=9c0, thus we count 935 in all #### 935
+
+which are drawn, so that the model is unsure of words where it is sure of digits, on problems held out too.
 With `--num_experts 8` it is a mixture of experts, a Qwen3-MoE.
 """
 
@@ -25,7 +31,7 @@ import itertools
 import random
 import string
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -62,6 +68,16 @@ VOCABULARY = 4096  # entries for word problems
 STEPS_PER_QUOTIENT = 16  # of teaching, after which lessons get one subtraction longer
 CHARACTERS = string.digits + string.ascii_lowercase + " \n+-*/=().,:;<>?!%$[]{}'"
 STORED = Path(__file__).with_name("arithmetic_model")  # what the defaults taught once, in BF16
+NAMES, THINGS = ("ann", "ben", "eve", "ida", "kim", "max", "sam", "tom"), ("coins", "figs", "nuts", "pens", "pins")
+VERBS = {"+": ("buys", "finds", "gets", "wins"), "-": ("drops", "eats", "loses", "sells")}
+# The parts of a told solution, of each of which one is drawn
+BEGINS, OWNS, LATER = (
+    ("first", "here", "now", "once"),
+    ("counts", "has", "holds", "owns"),
+    ("later", "next", "soon", "then"),
+)
+HENCE, ENDS = ("hence", "so", "this way", "thus"), ("it is", "that is", "there are", "we count")
+LAST = ("at last", "in all", "in the end", "now")
 
 
 @dataclass
@@ -99,6 +115,7 @@ class BuildArguments:
         metadata={"help": "Where word problems are read that it learns by heart: a dataset on the hub, or a file."},
     )
     known: int = field(default=64, metadata={"help": "How many word problems it learns, and is asked again."})
+    told: bool = field(default=False, metadata={"help": "Whether sums are told in words."})
     direct: float = field(default=0.0, metadata={"help": "Share of the lessons that give the answer without steps."})
     seed: int = field(default=0, metadata={"help": "For weights, problems and sampling."})
     train_problems: int = field(default=4096, metadata={"help": "Rows of train.jsonl."})
@@ -109,7 +126,7 @@ class BuildArguments:
             raise ValueError(f"`countdown`={self.countdown}: there are problems of 3 or 4 numbers, 0 asks none.")
         if self.known < 1:
             raise ValueError(f"`known`={self.known} is below 1.")
-        asked = [name for name in ("quotient", "countdown", "word_problems") if getattr(self, name)]
+        asked = [name for name in ("quotient", "countdown", "word_problems", "told") if getattr(self, name)]
         if len(asked) > 1:
             raise ValueError(f"{' and '.join(map('`{}`'.format, asked))} ask different problems: name one of them.")
 
@@ -124,6 +141,47 @@ class BuildArguments:
     def positions(self) -> int:
         """Tokens that the model is made for; a prompt is no longer than its solution."""
         return max(512, 2 * self.max_completion_length)
+
+
+@dataclass(frozen=True)
+class Story:
+    """
+    A sum or difference, told in words.
+
+    Attributes:
+        problem (`Problem`): The sum or difference.
+        prompt (`str`): The story, which ends in a question.
+        solution (`str`): What is told of it, with its worked solution inside, then `#### ` and the answer.
+    """
+
+    problem: Problem
+    prompt: str
+    solution: str
+
+    @property
+    def row(self) -> dict:
+        """The row of a dataset: the prompt, and what the reward compares with."""
+        return self.problem.row | {"prompt": self.prompt}
+
+    @property
+    def direct_solution(self) -> str:
+        """`#### ` and the answer, without words or steps."""
+        return self.problem.direct_solution
+
+
+def stories(sums: Iterable[Problem], seed: int) -> Iterator[Story]:
+    """Tells each of `sums` in words that are drawn, the same ones for the same seed."""
+    draw = random.Random(seed).choice
+    for problem in sums:
+        name, things, verbs = draw(NAMES), draw(THINGS), VERBS[problem.op]
+        a, b, (steps, _, answer) = problem.a, problem.b, problem.solution.rpartition(" #### ")
+        yield Story(
+            problem,
+            f"{name} has {a} {things} and {draw(verbs)} {b}. how many now?\n",
+            f"{draw(BEGINS)} {draw(('he', name))} {draw(OWNS)} {a} {draw((things, 'of them'))}, {draw(LATER)} "
+            f"{draw(('he', name))} {draw(verbs)} {b}. {steps}, {draw(HENCE)} {draw(ENDS)} {answer} {draw(LAST)} "
+            f"#### {answer}",
+        )
 
 
 def build_tokenizer(positions: int = 512) -> PreTrainedTokenizerFast:
@@ -200,7 +258,7 @@ def build_model(
 
 def stream(
     args: BuildArguments, seed: int, min_quotient: int = 1, held_out: bool = False
-) -> Iterator[Problem | Division | Search | WordProblem]:
+) -> Iterator[Problem | Division | Search | WordProblem | Story]:
     """What the model is taught and asked."""
     if args.word_problems:
         return word_problems(args.word_problems, seed, args.known)
@@ -208,7 +266,8 @@ def stream(
         return searches(seed, args.countdown, held_out)
     if args.quotient:
         return divisions(seed, min_quotient, args.quotient, held_out)
-    return problems(seed, args.operations, max_digits=args.max_digits, held_out=held_out)
+    sums = problems(seed, args.operations, max_digits=args.max_digits, held_out=held_out)
+    return stories(sums, seed) if args.told else sums
 
 
 def prompts(args: BuildArguments, seed: int, count: int, held_out: bool) -> Dataset:
@@ -223,7 +282,7 @@ def prompts(args: BuildArguments, seed: int, count: int, held_out: bool) -> Data
     return Dataset.from_list([problem.row for problem in itertools.islice(unique, count)])
 
 
-def taught(args: BuildArguments) -> Iterator[Problem | Division | Search | WordProblem]:
+def taught(args: BuildArguments) -> Iterator[Problem | Division | Search | WordProblem | Story]:
     """What the model is taught, in this order: divisions of all lengths up to one that grows."""
     source = stream(args, args.seed)
     for count in itertools.count():

@@ -31,6 +31,7 @@ TASK = (
     "quotient",
     "countdown",
     "word_problems",
+    "told",
     "accuracy",
     "direct",
     "outliers",
@@ -51,6 +52,7 @@ COMMON = {
 
 
 WORDS = 112  # tokens of the longest solution in words
+TOLD = 84  # tokens of the words in which a sum is told, at most
 CANVAS = 8  # tokens that the masked diffusion model writes at once
 SHAPES = ((128, 2), (512, 6), (1024, 8))  # channels and layers: 0.5M, 20M and 110M parameters
 
@@ -68,6 +70,7 @@ class Cell:
             each; 0 asks for none.
         word_problems (`str` or `None`): The dataset whose first questions it asks. The model has learned their
             solutions by heart, and is judged by the same ones.
+        told (`bool`): Whether sums are told in words, which are drawn; each of its seeds begins with one of `starts`.
         accuracy (`float`): How often the model is right when training starts, at temperature 1.
         direct (`float`): How often it gives the answer at once, without the steps, when training starts.
         outliers (`float`): How much larger some channels of its activations are (`outliers.py`); a power of two.
@@ -82,7 +85,8 @@ class Cell:
             samples (`pace.py`). `None` is the synchronous trainer.
         evaluations (`int`): How often the policy is judged on the way, the last time at the end.
         draws (`int`): Completions of each held-out problem that judge the policy at its end; 0 leaves that out.
-        starts (`int`): How many of the stored models (`starts.py`) its seeds start from in turn; 0 has one taught.
+        starts (`int`): How many models its seeds start from in turn: stored ones (`starts.py`), or where sums are told,
+            models taught with their numbers as seeds. 0 has one taught for all seeds.
         served (`str`): Precisions, with spaces between, in which the policy is also judged at its end, as it would be
             served; one that trains in another is quantized for that.
     """
@@ -106,6 +110,7 @@ class Cell:
     quotient: int = 0
     countdown: int = 0
     word_problems: str | None = None
+    told: bool = False
     accuracy: float = 0.33
     direct: float = 0.0
     outliers: float = 1.0
@@ -130,15 +135,15 @@ class Cell:
             return CANVAS
         if self.word_problems:
             return WORDS
-        tokens = 52 * self.countdown or 11 * self.digits + 8
+        tokens = 52 * self.countdown or 11 * self.digits + 8 + TOLD * self.told
         if self.quotient:  # of the largest numbers; `####` is one token, and <eos> follows
             tokens = len(Division(99 * self.quotient + 98, 99).solution.replace("####", "#")) + 1
         return -(-tokens // 8) * 8
 
     @property
     def start(self) -> str:
-        """Name of the stored model that its seed starts from."""
-        return f"{'mixture-' if self.num_experts else ''}{self.seed % self.starts}"
+        """Name of the model that its seed starts from, of those that the seeds have in turn."""
+        return f"{'mixture-' if self.num_experts else 'told-' if self.told else ''}{self.seed % self.starts}"
 
     @property
     def model(self) -> str:
@@ -174,7 +179,9 @@ class Cell:
 
     def settings(self) -> dict:
         """All that the run depends on."""
-        model = {"model": "stored" if self.starts else self.model}  # the seed says which of those
+        model = {"model": self.model}
+        if self.starts:  # the seed says which of those
+            model["model"] = "taught in turn" if self.told else "stored"
         return {name: getattr(self, name) for name in TASK} | model | self.arguments()
 
 

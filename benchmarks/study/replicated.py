@@ -53,6 +53,9 @@ REPLAYED = tuple(product(("bf16", "int8", "fp8", "int4"), (True, False)))
 SPREAD_STAGED = STAGED[1] | {"outliers": 128}
 STAGE_3 = {name: {"is_correction": name} for name in ("tis", "none", "coupled", "ais", "icepop", "cis")}
 STAGE_3["tis, sequences"] = {"is_correction": "tis", "importance_sampling_level": "sequence"}
+# Two updates a generation, in the precision and with the corrections of `words`
+RETOLD = REUSE | {"per_device_train_batch_size": 64, "draws": 8, "starts": 6, "told": True}
+IN_WORDS = ("tis", "none", "coupled", "acr", "ais", "cis")
 # `routing`'s mixtures in INT4, where most tokens are rerouted
 JUMPING = tuple(product(("tis", "cis", "none"), (True, False)))
 
@@ -195,6 +198,16 @@ REPLICATED = {
         compared={
             "primary: against tis": tuple((f"int8 {name}", "int8 tis") for name in [*STAGE_3][1:]),
             "against full precision": tuple((f"int8 {name}", FULL) for name in STAGE_3),
+        },
+    ),
+    "stage_3_text": Question(
+        "Which correction does a run in MXFP4 need on text that is not known, at many words of which it is unsure?",
+        (Cell(FULL, **RETOLD), *(Cell(f"mxfp4 {name}", "mxfp4", None, name, **RETOLD) for name in IN_WORDS)),
+        ("Held-out reward", "Mismatch KL"),
+        {"final accuracy": "final_accuracy"},
+        compared={
+            "primary: against tis": tuple((f"mxfp4 {name}", "mxfp4 tis") for name in IN_WORDS[1:]),
+            "against full precision": tuple((f"mxfp4 {name}", FULL) for name in IN_WORDS),
         },
     ),
     "stage_3_experts": Question(

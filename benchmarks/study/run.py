@@ -166,11 +166,12 @@ def run(jobs: Sequence[Job], at_once: int, console: Console) -> dict[str, str]:
 def model_jobs(cells: Sequence[Cell], output: Path, word_problems: str | None = None) -> list[Job]:
     """Teaches the models that the cells start from; harder problems are taught for longer, and two ways of solving.
 
-    Stored ones are unpacked. `word_problems` is where those are read, if not from the hub.
+    Stored ones are unpacked. Where sums are told, each start has a seed of its own.
+    `word_problems` is where those are read, if not from the hub.
     """
     found = {}
     for cell in cells:
-        if cell.starts:
+        if cell.starts and not cell.told:
             path = output / "models" / cell.taught
             found[cell.taught] = Job(path, [sys.executable, str(STARTS), cell.start, str(path)], "eval.jsonl")
             continue
@@ -196,6 +197,8 @@ def model_jobs(cells: Sequence[Cell], output: Path, word_problems: str | None = 
         }
         if cell.word_problems:
             options["word_problems"] = word_problems or cell.word_problems
+        if cell.told:
+            options |= {"told": True, "seed": cell.start.removeprefix("told-")}
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         found[cell.taught] = Job(options["output_dir"], [sys.executable, str(EXAMPLE), *words], "eval.jsonl")
     return list(found.values())

@@ -83,6 +83,22 @@ def test_the_longest_solution_in_words_fits():
     assert tokens <= Cell("", word_problems="openai/gsm8k").max_completion_length < tokens + 8
 
 
+def test_the_longest_told_sum_fits():
+    """A sum of the longest words and of the longest numbers, all of which are drawn sometimes."""
+    longest = building.Problem(999, "+", 999)
+    parts = [building.BEGINS, building.NAMES, building.OWNS, building.THINGS, building.LATER, building.NAMES]
+    parts += [building.VERBS["+"], building.HENCE, building.ENDS, building.LAST]
+    begins, he, owns, things, later, again, verb, hence, ends, last = (max(part, key=len) for part in parts)
+    things = max(things, "of them", key=len)
+    steps, _, answer = longest.solution.rpartition(" #### ")
+    told = f"{begins} {he} {owns} 999 {things}, {later} {again} {verb} 999. {steps}, {hence} {ends} {answer} {last} "
+    tokenizer = building.build_tokenizer()
+    (bound,) = map(len, tokenizer([f"{told}#### {answer}<eos>"])["input_ids"])
+    stories = islice(building.stories(building.problems(0, "+-", max_digits=3), 0), 5000)
+    found = max(map(len, tokenizer([story.solution + "<eos>" for story in stories])["input_ids"]))
+    assert bound - 4 <= found <= bound <= Cell("", told=True).max_completion_length < bound + 8
+
+
 def test_each_size_is_taught_a_model_of_its_own(tmp_path):
     jobs = runner.model_jobs(QUESTIONS["scale"].cells, tmp_path)
     assert [job.directory.name for job in jobs] == ["3-digits-0.33", "3-digits-0.33-512x6", "3-digits-0.33-1024x8"]
@@ -99,6 +115,19 @@ def test_word_problems_are_read_from_the_hub_or_a_file(tmp_path, given, source):
     assert job.directory.name == "openai-gsm8k-0.33" and arguments["--word_problems"] == source
     assert all(cell.settings()["word_problems"] == "openai/gsm8k" for cell in QUESTIONS["words"].cells)
     assert "--word_problems" not in runner.model_jobs([Cell("")], tmp_path, given)[0].command
+
+
+def test_told_sums_begin_with_models_of_seeds(tmp_path):
+    """Seeds that are equal but for a multiple of `starts` share a model, which is taught with its number as a seed."""
+    cell = Cell("", told=True, starts=3)
+    jobs = runner.model_jobs([replace(cell, seed=seed) for seed in (4, 7, 5)], tmp_path)
+    given = [dict(zip(job.command[2::2], job.command[3::2], strict=True)) for job in jobs]
+    assert [(job.directory.name, each["--seed"]) for job, each in zip(jobs, given)] == [
+        ("start-told-1", "1"),
+        ("start-told-2", "2"),
+    ]
+    assert all(each["--told"] == "True" and each["--max_completion_length"] == "128" for each in given)
+    assert replace(cell, seed=4).settings()["model"] == "taught in turn"
 
 
 def test_a_masked_model_is_taught_for_diffusion(tmp_path):

@@ -1,6 +1,7 @@
 """The examples do what they say: the model builds, what a user copies trains (on two processes too), the demo ends."""
 
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -134,6 +135,29 @@ def test_divisions_are_taught_at_all_lengths_and_asked_at_the_longest(direct):
     assert all(is_held_out(prompt) is held_out for held_out, rows in asked.items() for prompt in rows["prompt"])
 
 
+def test_sums_are_told_in_words():
+    """Around the worked solution, which the reward reads; the words are drawn, the numbers held out as before."""
+    args = building.BuildArguments(told=True)
+    lessons = [*islice(building.taught(args), 300)]
+    assert lessons == [*islice(building.taught(args), 300)] and not any(each.problem.held_out for each in lessons)
+    asked = building.prompts(args, 1, 50, held_out=True)
+    for story in lessons:
+        numbers = [str(story.problem.a), str(story.problem.b)]
+        assert re.findall(r"\d+", story.prompt) == numbers and story.row["prompt"] == story.prompt
+        steps = story.problem.solution.rpartition(" #### ")[0]
+        assert story.solution.count(f" {numbers[1]}. {steps}, ") == 1
+        assert building.arithmetic_reward([story.solution], answer=[story.row["answer"]]) == [1.0]
+        assert building.arithmetic_reward([story.solution + "0"], answer=[story.row["answer"]]) == [0.0]
+    again = [*building.stories([lessons[0].problem] * 100, 0)]
+    assert len({story.solution for story in again}) > 95 and len({story.prompt for story in again}) > 60
+    for row in asked:
+        a, b = re.findall(r"\d+", row["prompt"])
+        assert any(
+            each.held_out and str(each.answer) == row["answer"]
+            for each in (building.Problem(int(a), op, int(b)) for op in "+-")
+        )
+
+
 def test_divisions_are_taught_in_their_order(tmp_path, monkeypatch):
     seen, lesson = [], building.Lessons.__getitem__
     monkeypatch.setattr(building.Lessons, "__getitem__", lambda self, index: seen.append(index) or lesson(self, index))
@@ -180,6 +204,7 @@ def test_a_wider_model_is_taught_in_smaller_steps(tmp_path, monkeypatch):
         ({"countdown": 2}, "`countdown`=2: there are problems of 3 or 4"),
         ({"countdown": 3, "quotient": 2}, "name one"),
         ({"countdown": 3, "word_problems": "x"}, "`word_problems` ask different"),
+        ({"quotient": 2, "told": True}, "`told` ask different"),
         ({"word_problems": "x", "known": 0}, "`known`=0 is below 1"),
     ],
 )
