@@ -11,16 +11,19 @@ Times asynchronous training on samples of a vLLM server: the seconds from one up
 | `bf16`, `fp8`, ... | ours with this `rollout_precision` |
 
 Each has a server of its own. The policy has random weights, and LoRA unless `--lora` is 0. TRL sends the adapter alone,
-ours the merged weights in the server's format. An update trains on `--completions` NxTOKENS. All completions have the
-same length, because TRL's worker has one `max_tokens`: the policy gives tokens that end a completion no probability.
-TRL's worker also needs prompts of messages, and a chat template whose answers TRL can parse.
+ours the merged weights in the server's format. An update trains on `--completions` NxTOKENS. TRL's worker has one
+`max_tokens` for all. So a policy that is written for NxTOKENS gives the token that ends a completion no probability.
+One for NxTOKENS:geometric gives it the same one everywhere, in the mean: half of the completions end within `--median`
+tokens, and `step.py` draws such lengths too. TRL's worker needs prompts of messages, and a chat template whose answers
+TRL can parse.
 
 The first update warms up. The seconds of the others are between the ends of their syncs, so N completions were trained
 on in each; some of them may have been sampled before. `waited` is the time in which an update waited for samples, and
-`age` that of its samples, which TRL counts when they leave the queue.
+`age` that of its samples, which TRL counts when they leave the queue; `tokens` is how many were trained on.
 """
 
 import argparse
+import math
 import random
 import statistics
 from pathlib import Path
@@ -53,9 +56,26 @@ def write_policy(args) -> None:
     config = AutoConfig.from_pretrained(model_directory(args.size, tokenizer))
     with torch.no_grad(), torch.device("cuda" if CUDA else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        speak(model, words_of(tokenizer))
+        speak(model, words := words_of(tokenizer))
+        if args.completions[0][2] == "geometric":
+            end_completions(model, words, tokenizer.eos_token_id, args.median)
     model.save_pretrained(args.policy)
     tokenizer.save_pretrained(args.policy)
+
+
+@torch.no_grad()
+def end_completions(model, words: list[int], end: int, median: float) -> None:
+    """
+    Has a policy that speaks `words` alone end half of its completions within `median` tokens: after each token with the
+    same probability in the mean over texts, 1 - 2^(-1/median), where `end` follows.
+    """
+    head, generator = model.get_output_embeddings().weight, random.Random(0)
+    texts = torch.tensor([generator.choices(words, k=64) for _ in range(8)], device=head.device)
+    hidden = model.model(texts).last_hidden_state.flatten(0, 1)
+    others = (hidden @ head.T)[:, words].float().logsumexp(-1)
+    chance = 1 - 2 ** (-1 / median)
+    head[end] = 0
+    head[end, 0] = (others.mean() + math.log(chance / (1 - chance))) / hidden[:, 0].float().mean()
 
 
 def commands(args) -> str:
@@ -116,20 +136,22 @@ def make_trainer(args) -> QuantAsyncGRPOTrainer:
 
 def measure(args, trainer) -> dict:
     """Trains. Returns the seconds of each update but the first, and how long it waited for samples of which age."""
-    ends, (completions, new, _) = Ends(), args.completions[0]
+    ends, (completions, new, lengths) = Ends(), args.completions[0]
     trainer.add_callback(ends)
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(logged) == len(ends.times) == args.steps, f"{len(logged)} updates, not {args.steps}"
     for entry in logged:
         tokens, samples = entry["batch/trained_tokens_per_step"], entry["batch/samples_per_step"]
-        assert (samples, tokens) == (completions, completions * new), f"{samples} samples of {tokens} tokens"
+        is_whole = tokens == completions * new or (lengths != "equal" and completions <= tokens < completions * new)
+        assert samples == completions and is_whole, f"{samples} samples of {tokens} tokens"
     age = "sample/staleness_mean" if args.trainer == TRLS else "rollouts/age"
     return {
         "trainer": args.trainer,
         "seconds": [end - begin for begin, end in zip(ends.times, ends.times[1:])],
         "waited": [entry["perf/rollout_wait_s"] for entry in logged[1:]],
         "age": [entry[age] for entry in logged[1:]],
+        "tokens": [entry["batch/trained_tokens_per_step"] for entry in logged[1:]],
     }
 
 
@@ -145,14 +167,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--generations", type=int, default=8, help="completions of a prompt")
     shape = shape_of("64x1024" if CUDA else "8x16")
     parser.add_argument(
-        "--completions", nargs=1, type=shape_of, default=[shape], metavar="NxTOKENS", help="of an update"
+        "--completions", nargs=1, type=shape_of, default=[shape], metavar="NxTOKENS[:geometric]", help="of an update"
     )
+    parser.add_argument("--median", type=float, default=900 if CUDA else 12, help="of geometric lengths")
     parser.add_argument("--micro", type=int, default=16 if CUDA else 4, help="completions of a micro-batch at most")
     parser.add_argument("--max_staleness", type=int, default=2)
     parser.add_argument("--steps", type=int, default=12, help="of which the first warms up")
     args = parser.parse_args(argv)
-    if args.completions[0][2] != "equal":
-        parser.error("`--completions`: TRL's worker has one `max_tokens`, so lengths are equal.")
+    if args.completions[0][2] == "lognormal":
+        parser.error("`--completions`: TRL's worker has one `max_tokens`, so lengths are equal or geometric.")
     if args.steps < 2:
         parser.error("`--steps` must be at least 2, because the first one warms up")
     if not (args.policy / "config.json").exists():
@@ -161,9 +184,8 @@ def main(argv: list[str] | None = None) -> None:
         return print(commands(args))
     found = measure(args, make_trainer(args))
     report(found)
-    completions, new, _ = args.completions[0]
-    seconds, waited, age = (statistics.median(found[name]) for name in ("seconds", "waited", "age"))
-    print(f"{args.trainer}: {seconds:.2f} s for {completions}x{new}, of which {waited:.2f} s waited; age {age:.2g}")
+    seconds, waited, age, tokens = (statistics.median(found[name]) for name in ("seconds", "waited", "age", "tokens"))
+    print(f"{args.trainer}: {seconds:.2f} s for {tokens:.0f} tokens, of which {waited:.2f} s waited; age {age:.2g}")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ BF16, with bitsandbytes' AdamW in 8 bits or, without that, plain SGD. Our self-c
 
 The length of each completion is drawn before anything is measured, so all trainers do the same work: vLLM gets it as
 the `max_tokens` of a request, and no token ends a completion earlier. In a step of `--completions` 64x4096 all lengths
-are 4096; in one of 64x4096:lognormal they are log-normal and cut there.
+are 4096; in one of 64x4096:lognormal they are log-normal, in one of 64x4096:geometric geometric, and cut there.
 
 | phase | is |
 |---|---|
@@ -145,7 +145,7 @@ def shape_name(completions: int, new: int, lengths: str) -> str:
 
 def shape_of(text: str) -> tuple[int, int, str]:
     """Returns the completions of a step, most tokens of each, and how lengths are drawn."""
-    parts = re.fullmatch(r"(\d+)x(\d+)(?::(equal|lognormal))?", text)
+    parts = re.fullmatch(r"(\d+)x(\d+)(?::(equal|lognormal|geometric))?", text)
     if not parts:
         raise argparse.ArgumentTypeError(f"{text!r} is no shape such as 64x1024 or 64x4096:lognormal.")
     completions, new, lengths = parts.groups()
@@ -157,11 +157,11 @@ def draw_lengths(args, completions: int, new: int, lengths: str) -> list[list[in
     if lengths == "equal":
         return [[new] * completions] * args.steps
     generator = random.Random(args.seed)
-    drawn = []
-    for _ in range(args.steps):
-        step = [generator.lognormvariate(math.log(args.median), args.sigma) for _ in range(completions)]
-        drawn.append([min(max(round(length), 1), new) for length in step])
-    return drawn
+    draw, given = {
+        "lognormal": (generator.lognormvariate, (math.log(args.median), args.sigma)),
+        "geometric": (generator.expovariate, (math.log(2) / args.median,)),
+    }[lengths]
+    return [[min(max(round(draw(*given)), 1), new) for _ in range(completions)] for _ in range(args.steps)]
 
 
 def left_in_flight(trainer, drawn: list[list[int]]) -> Iterator[list[int]]:
@@ -438,12 +438,12 @@ def options(cuda: bool = CUDA) -> argparse.ArgumentParser:
         nargs="+",
         type=shape_of,
         default=[shape_of("64x1024" if cuda else "8x16")],
-        metavar="NxTOKENS[:lognormal]",
+        metavar="NxTOKENS[:lognormal|:geometric]",
         help="of a step, new tokens of each at most, and how their lengths are drawn",
     )
-    parser.add_argument("--median", type=float, default=900 if cuda else 12, help="of lognormal lengths")
+    parser.add_argument("--median", type=float, default=900 if cuda else 12, help="of lengths that differ")
     parser.add_argument("--sigma", type=float, default=0.8, help="of the logarithm of lognormal lengths")
-    parser.add_argument("--seed", type=int, default=0, help="of lognormal lengths")
+    parser.add_argument("--seed", type=int, default=0, help="of lengths that differ")
     parser.add_argument("--micro", type=int, default=16 if cuda else 4, help="completions of a micro-batch at most")
     parser.add_argument("--steps", type=int, default=6, help="of which the first warms up")
     parser.add_argument("--profile", action="store_true", help="keeps the kernels of the last step's update")

@@ -8,9 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from places import BENCHMARKS
 from tiny import save_words
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -55,16 +56,43 @@ def test_the_first_update_warms_up(async_step, monkeypatch, trainer, age):
     monkeypatch.setattr(async_step.Clock, "now", lambda clock: next(ends))
     args = SimpleNamespace(trainer=trainer, completions=[(8, 16, "equal")], steps=3)
     found = async_step.measure(args, Updates([128] * 3))
-    assert found == {"trainer": trainer, "seconds": [1.0, 0.5], "waited": [0.25, 0.5], "age": [age] * 2}
+    tokens = {"tokens": [128.0] * 2}
+    assert found == {"trainer": trainer, "seconds": [1.0, 0.5], "waited": [0.25, 0.5], "age": [age] * 2} | tokens
 
 
 @pytest.mark.parametrize(
-    ("tokens", "wrong"), [([128, 128, 127], "8.0 samples of 127.0 tokens"), ([128], "1 updates, not 3")]
+    ("lengths", "tokens", "wrong"),
+    [
+        ("equal", [128, 128, 127], "8.0 samples of 127.0 tokens"),
+        ("equal", [128], "1 updates, not 3"),
+        ("geometric", [128, 8, 7], "8.0 samples of 7.0 tokens"),
+        ("geometric", [9, 129, 9], "8.0 samples of 129.0 tokens"),
+    ],
 )
-def test_an_update_that_lacks_tokens_is_no_update(async_step, tokens, wrong):
-    args = SimpleNamespace(trainer="bf16", completions=[(8, 16, "equal")], steps=3)
+def test_an_update_that_lacks_tokens_is_no_update(async_step, lengths, tokens, wrong):
+    args = SimpleNamespace(trainer="bf16", completions=[(8, 16, lengths)], steps=3)
     with pytest.raises(AssertionError, match=wrong):
         async_step.measure(args, Updates(tokens))
+
+
+def test_lengths_that_differ(async_step):
+    args = SimpleNamespace(trainer="bf16", completions=[(8, 16, "geometric")], steps=3)
+    assert async_step.measure(args, Updates([128, 60, 8]))["tokens"] == [60.0, 8.0]
+
+
+@pytest.mark.parametrize(("lengths", "chance"), [("equal", 0.0), ("geometric", 1 - 2 ** (-1 / 20))])
+def test_how_often_a_token_ends_a_completion(async_step, tmp_path, lengths, chance):
+    """On texts of the policy's own words, which it was not set by."""
+    given = ["--policy", str(tmp_path / "policy"), "--tokenizer", str(save_words(tmp_path / "words.json"))]
+    async_step.main([*given, "--completions", f"8x16:{lengths}", "--median", "20"])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")
+    generator = torch.Generator().manual_seed(1)
+    words = torch.tensor(async_step.words_of(tokenizer))
+    texts = words[torch.randint(len(words), (32, 40), generator=generator)]
+    with torch.no_grad():
+        found = model(texts).logits.softmax(-1)[..., tokenizer.eos_token_id]
+    assert abs(found.mean() - chance) <= 0.1 * chance and found.max() < 3 * chance + 1e-12
 
 
 def test_the_servers_start_from_the_policy_that_was_written(async_step, tmp_path, capsys):
@@ -101,7 +129,7 @@ def test_updates_on_samples_of_a_server(async_step, tmp_path, monkeypatch, capsy
     assert all(0 <= age <= 2 for age in found["age"])
 
 
-def test_lengths_that_differ_are_refused(async_step, tmp_path, capsys):
+def test_lengths_that_trls_worker_cannot_have_are_refused(async_step, tmp_path, capsys):
     with pytest.raises(SystemExit):
         async_step.main(["--policy", str(Path(tmp_path)), "--completions", "8x16:lognormal"])
-    assert "TRL's worker has one `max_tokens`" in capsys.readouterr().err
+    assert "TRL's worker has one `max_tokens`, so lengths are equal or geometric" in capsys.readouterr().err

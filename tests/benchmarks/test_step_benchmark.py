@@ -58,6 +58,15 @@ def test_lengths_are_lognormal_and_cut(step):
     assert drawn(step, lengths="equal") == [[64] * 64] * 6
 
 
+def test_lengths_are_geometric_and_cut(step):
+    """Of what is left at any length half ends within the next 20 tokens."""
+    lengths = [length for each in drawn(step, completions=4000, new=64, lengths="geometric") for length in each]
+    assert min(lengths) == 1 and max(lengths) == 64
+    for passed in (20, 40):
+        left = [length for length in lengths if length > passed - 20]
+        assert abs(sum(length > passed for length in left) / len(left) - 0.5) < 0.02
+
+
 def test_steps_of_other_lengths_are_refused(step):
     logged = [{f"completions/{name}_length": float(value) for name, value in (("min", 1), ("mean", 2), ("max", 3))}]
     step.check_lengths(logged, [[1, 2, 3]])
@@ -96,6 +105,7 @@ def test_trainers_by_name(step):
 
 def test_shapes_by_name(step):
     assert step.shape_of("64x4096:lognormal") == (64, 4096, "lognormal")
+    assert step.shape_of("64x4096:geometric") == (64, 4096, "geometric")
     assert step.shape_of("8x16") == step.shape_of("8x16:equal") == (8, 16, "equal")
     for text in ("64", "64x", "64x4096:normal", "64x4096:", "ax4"):
         with pytest.raises(argparse.ArgumentTypeError, match="is no shape such as 64x1024 or 64x4096:lognormal"):
