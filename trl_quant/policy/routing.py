@@ -105,9 +105,9 @@ def accept_routing(model: nn.Module) -> None:
     for router in routers(model):
         if not takes_routing(router.module):
             hooks = ReplayHooks(router)
-            for name, module in router.decoder_layer.named_children():
-                if name.endswith("_attn"):  # `self_attn` or `linear_attn`
-                    module.register_forward_pre_hook(hooks.begin, with_kwargs=True)
+            children = router.decoder_layer.named_children()
+            attention = next(child for name, child in children if name.endswith("_attn"))  # `self_attn`, `linear_attn`
+            attention.register_forward_pre_hook(hooks.begin, with_kwargs=True)
             router.module.register_forward_hook(hooks.choose)
 
 
