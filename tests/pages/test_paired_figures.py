@@ -113,3 +113,18 @@ def test_what_two_thirds_of_stage_2_tell():
     assert len(others) == 4 and f"the other four within {max(others):.3f} of it" in PAGE
     commits = {run["seed"]: run["commit"][:8] for row in rows for run in row["runs"]}
     assert f"seeds 6 to 11 at commit {commits[6]}, 12 to 17 at {commits[12]}" in PAGE and len({*commits.values()}) == 2
+
+
+def test_the_pilot_of_stage_3_text():
+    rows, _ = stored(RESULTS / "study-pilot-of-stage_3_text.json.xz")
+    ended = {row["name"]: run["log"]["final_accuracy"]["100"] for row in rows for run in row["runs"]}
+    began = {run["log"]["eval_accuracy"]["0"] for row in rows for run in row["runs"]}
+    slow, medium, fast, mxfp4 = (
+        ended[f"{name}, lr {rate}"]
+        for name, rate in (
+            *(("full precision", rate) for rate in ("0.0001", "0.0002", "0.0004")),
+            ("mxfp4 none", "0.0001"),
+        )
+    )
+    told = f"from {began.pop():.3f} to {slow:.3f} with lr 1e-4, to {medium:.3f} with 2e-4 and to {fast:.3f} with 4e-4"
+    assert f"{told}, and MXFP4 with `none` to {mxfp4:.4f}" in PAGE and not began
