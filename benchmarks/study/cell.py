@@ -147,7 +147,7 @@ class Cell:
 
     @property
     def model(self) -> str:
-        """Name of the model that it starts from, which all its seeds share unless the models are stored."""
+        """Name of the model that it starts from, which all its seeds share if there are no `starts`."""
         return self.taught + (f"-outliers-{self.outliers:g}" if self.outliers != 1 else "")
 
     @property
