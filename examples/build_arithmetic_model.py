@@ -18,12 +18,13 @@ starts from them finds the same on every CPU:
 With `--quotient 24 --max_completion_length 1216` it learns to divide by repeated subtraction instead, in completions of
 about 1000 tokens, with `--countdown 3 --max_completion_length 160` to search for an expression that makes a target, and
 with `--word_problems openai/gsm8k --max_completion_length 112` word problems by heart, in tokens made from them.
-With `--told true --max_completion_length 128` sums and differences are told in words, such as
+With `--told 1 --max_completion_length 128` sums and differences are told in words, such as
 
     tom has 347 figs and gets 588. how many now?
     first he owns 347 figs, later tom wins 588. 7+8+0=5c1 4+8+1=3c1 3+5+1=9c0, thus we count 935 in all #### 935
 
-which are drawn, so that the model is unsure of words where it is sure of digits, on problems held out too.
+which are drawn, so that the model is unsure of words where it is sure of digits, on problems held out too. With
+`--told 8 --max_completion_length 1000` a story goes on, and each sum begins with the answer to the one before it.
 With `--num_experts 8` it is a mixture of experts, a Qwen3-MoE.
 """
 
@@ -65,7 +66,7 @@ MAX_COMPLETION_LENGTH = 48  # tokens; the longest solution of three digits has 4
 CHOSEN = 2  # experts of a token, in a mixture
 SPECIAL = ("<pad>", "<eos>", "<unk>")
 VOCABULARY = 4096  # entries for word problems
-STEPS_PER_QUOTIENT = 16  # of teaching, after which lessons get one subtraction longer
+STEPS_PER_QUOTIENT = 16  # of teaching, after which lessons get one subtraction, or one sum of a story, longer
 CHARACTERS = string.digits + string.ascii_lowercase + " \n+-*/=().,:;<>?!%$[]{}'"
 STORED = Path(__file__).with_name("arithmetic_model")  # what the defaults taught once, in BF16
 NAMES, THINGS = ("ann", "ben", "eve", "ida", "kim", "max", "sam", "tom"), ("coins", "figs", "nuts", "pens", "pins")
@@ -115,7 +116,9 @@ class BuildArguments:
         metadata={"help": "Where word problems are read that it learns by heart: a dataset on the hub, or a file."},
     )
     known: int = field(default=64, metadata={"help": "How many word problems it learns, and is asked again."})
-    told: bool = field(default=False, metadata={"help": "Whether sums are told in words."})
+    told: int = field(
+        default=0, metadata={"help": "Of the longest story, which tells that many sums in words; 0 tells none."}
+    )
     direct: float = field(default=0.0, metadata={"help": "Share of the lessons that give the answer without steps."})
     seed: int = field(default=0, metadata={"help": "For weights, problems and sampling."})
     train_problems: int = field(default=4096, metadata={"help": "Rows of train.jsonl."})
@@ -146,42 +149,52 @@ class BuildArguments:
 @dataclass(frozen=True)
 class Story:
     """
-    A sum or difference, told in words.
+    Sums and differences, told in words.
 
     Attributes:
-        problem (`Problem`): The sum or difference.
+        problems (`tuple[Problem, ...]`): Each begins with the answer to the one before it.
         prompt (`str`): The story, which ends in a question.
-        solution (`str`): What is told of it, with its worked solution inside, then `#### ` and the answer.
+        solution (`str`): What is told of it, with the worked solutions inside, then `#### ` and the last answer.
     """
 
-    problem: Problem
+    problems: tuple[Problem, ...]
     prompt: str
     solution: str
 
     @property
     def row(self) -> dict:
         """The row of a dataset: the prompt, and what the reward compares with."""
-        return self.problem.row | {"prompt": self.prompt}
+        return self.problems[-1].row | {"prompt": self.prompt}
 
     @property
     def direct_solution(self) -> str:
         """`#### ` and the answer, without words or steps."""
-        return self.problem.direct_solution
+        return self.problems[-1].direct_solution
 
 
-def stories(sums: Iterable[Problem], seed: int) -> Iterator[Story]:
-    """Tells each of `sums` in words that are drawn, the same ones for the same seed."""
+def chained(sums: Iterator[Problem], length: int, most: int) -> tuple[Problem, ...]:
+    """The next of `sums`, and `length` - 1 that go on from its answer, down again from answers above `most`."""
+    chain = [next(sums)]
+    while len(chain) < length:
+        left, other = chain[-1].answer, next(sums)
+        following = Problem(left, "+" if left < other.b else "-" if left > most else other.op, other.b)
+        if not left or following.answer not in (left, other.b):
+            chain.append(following)
+    return tuple(chain)
+
+
+def stories(chains: Iterable[tuple[Problem, ...]], seed: int) -> Iterator[Story]:
+    """Tells each of `chains` in words that are drawn, the same ones for the same seed."""
     draw = random.Random(seed).choice
-    for problem in sums:
-        name, things, verbs = draw(NAMES), draw(THINGS), VERBS[problem.op]
-        a, b, (steps, _, answer) = problem.a, problem.b, problem.solution.rpartition(" #### ")
-        yield Story(
-            problem,
-            f"{name} has {a} {things} and {draw(verbs)} {b}. how many now?\n",
-            f"{draw(BEGINS)} {draw(('he', name))} {draw(OWNS)} {a} {draw((things, 'of them'))}, {draw(LATER)} "
-            f"{draw(('he', name))} {draw(verbs)} {b}. {steps}, {draw(HENCE)} {draw(ENDS)} {answer} {draw(LAST)} "
-            f"#### {answer}",
-        )
+    for chain in chains:
+        name, things, (a, *_) = draw(NAMES), draw(THINGS), (problem.a for problem in chain)
+        happens = ", ".join(f"{draw(VERBS[problem.op])} {problem.b}" for problem in chain)
+        told = f"{draw(BEGINS)} {draw(('he', name))} {draw(OWNS)} {a} {draw((things, 'of them'))}, "
+        for problem in chain:
+            steps, _, answer = problem.solution.rpartition(" #### ")
+            told += f"{draw(LATER)} {draw(('he', name))} {draw(VERBS[problem.op])} {problem.b}. {steps}, "
+            told += f"{draw(HENCE)} {draw(ENDS)} {answer} {draw(LAST)} "
+        yield Story(chain, f"{name} has {a} {things} and {happens}. how many now?\n", f"{told}#### {answer}")
 
 
 def build_tokenizer(positions: int = 512) -> PreTrainedTokenizerFast:
@@ -257,25 +270,28 @@ def build_model(
 
 
 def stream(
-    args: BuildArguments, seed: int, min_quotient: int = 1, held_out: bool = False
+    args: BuildArguments, seed: int, shortest: int = 1, held_out: bool = False
 ) -> Iterator[Problem | Division | Search | WordProblem | Story]:
-    """What the model is taught and asked."""
+    """What the model is taught and asked; divisions and stories of `shortest` problems and more."""
     if args.word_problems:
         return word_problems(args.word_problems, seed, args.known)
     if args.countdown:
         return searches(seed, args.countdown, held_out)
     if args.quotient:
-        return divisions(seed, min_quotient, args.quotient, held_out)
+        return divisions(seed, shortest, args.quotient, held_out)
     sums = problems(seed, args.operations, max_digits=args.max_digits, held_out=held_out)
-    return stories(sums, seed) if args.told else sums
+    if not args.told:
+        return sums
+    draw, lengths = random.Random(seed).choice, range(shortest, args.told + 1)
+    return stories((chained(sums, draw(lengths), 10**args.max_digits) for _ in itertools.count()), seed)
 
 
 def prompts(args: BuildArguments, seed: int, count: int, held_out: bool) -> Dataset:
-    """`count` different problems, as `prompt` and `answer`. Divisions are long: one quotient alone has too few.
+    """`count` different problems, as `prompt` and `answer`, long ones. One quotient alone has too few divisions.
 
     Word problems are as many as it knows, and come again.
     """
-    asked = stream(args, seed, max(1, args.quotient - 1), held_out)
+    asked = stream(args, seed, args.told or max(1, args.quotient - 1), held_out)
     if args.word_problems:
         return Dataset.from_list([problem.row for problem in itertools.islice(asked, count)])
     unique = dict.fromkeys(itertools.islice(asked, 2 * count))
@@ -283,11 +299,11 @@ def prompts(args: BuildArguments, seed: int, count: int, held_out: bool) -> Data
 
 
 def taught(args: BuildArguments) -> Iterator[Problem | Division | Search | WordProblem | Story]:
-    """What the model is taught, in this order: divisions of all lengths up to one that grows."""
+    """What the model is taught, in this order: divisions and stories of all lengths up to one that grows."""
     source = stream(args, args.seed)
     for count in itertools.count():
         problem, longest = next(source), 2 + count // (args.batch_size * STEPS_PER_QUOTIENT)
-        while args.quotient and problem.a // problem.b > longest:
+        while (args.quotient or args.told) and len(problem.problems) > longest:
             problem = next(source)
         yield problem
 
@@ -295,7 +311,8 @@ def taught(args: BuildArguments) -> Iterator[Problem | Division | Search | WordP
 class Lessons(torch.utils.data.Dataset):
     """Tokenized worked solutions, in the order of teaching; the loss covers only the solution, not the problem.
 
-    Divisions get longer: where to look for a digit is easier to find among few tokens, and stays as far away.
+    Divisions and stories get longer: where to look for a digit is easier to find among few tokens, and stays as far
+    away.
     Each is written out when it is asked for: those of 1000 tokens would not fit into memory together.
     """
 
@@ -317,7 +334,7 @@ class Lessons(torch.utils.data.Dataset):
 class StopAtAccuracy(TrainerCallback):
     """Samples held-out problems every 15 steps and stops at the target; keeps `accuracy`, the last value.
 
-    Divisions and searches take longer, and are looked at every 45 steps.
+    Divisions, searches and long stories take longer, and are looked at every 45 steps.
     """
 
     def __init__(self, arguments: BuildArguments, dataset: Dataset, tokenizer: PreTrainedTokenizerFast):
@@ -328,7 +345,7 @@ class StopAtAccuracy(TrainerCallback):
         # Before step 300 the loss is too high for anything to be right; wider models need fewer steps, texts too.
         own, step = self.arguments, state.global_step
         first = 0 if own.word_problems else 300 * WIDTH / own.hidden_size
-        if step % (45 if own.quotient or own.countdown else 15) == 0 and step >= first:
+        if step % (45 if own.quotient or own.countdown or own.told > 1 else 15) == 0 and step >= first:
             self.accuracy = mean_reward(
                 model, self.tokenizer, self.dataset, own.reward, own.max_completion_length, seed=args.seed
             )
@@ -359,7 +376,7 @@ def build(args: BuildArguments) -> float:
             logging_strategy="no",
             disable_tqdm=True,
             dataloader_pin_memory=False,
-            train_sampling_strategy="sequential" if args.quotient else "random",
+            train_sampling_strategy="sequential" if args.quotient or args.told > 1 else "random",
             seed=args.seed,
         ),
         train_dataset=Lessons(tokenizer, args),

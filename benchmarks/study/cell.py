@@ -70,7 +70,8 @@ class Cell:
             each; 0 asks for none.
         word_problems (`str` or `None`): The dataset whose first questions it asks. The model has learned their
             solutions by heart, and is judged by the same ones.
-        told (`bool`): Whether sums are told in words, which are drawn; each of its seeds begins with one of `starts`.
+        told (`int`): Of a story, which tells that many sums in words that are drawn, about 80 tokens for each;
+            0 tells none. Each of its seeds begins with one of `starts`.
         accuracy (`float`): How often the model is right when training starts, at temperature 1.
         direct (`float`): How often it gives the answer at once, without the steps, when training starts.
         outliers (`float`): How much larger some channels of its activations are (`outliers.py`); a power of two.
@@ -110,7 +111,7 @@ class Cell:
     quotient: int = 0
     countdown: int = 0
     word_problems: str | None = None
-    told: bool = False
+    told: int = 0
     accuracy: float = 0.33
     direct: float = 0.0
     outliers: float = 1.0
@@ -135,7 +136,8 @@ class Cell:
             return CANVAS
         if self.word_problems:
             return WORDS
-        tokens = 52 * self.countdown or 11 * self.digits + 8 + TOLD * self.told
+        tokens = 52 * self.countdown or 11 * self.digits + 8
+        tokens = (tokens + TOLD) * self.told or tokens
         if self.quotient:  # of the largest numbers; `####` is one token, and <eos> follows
             tokens = len(Division(99 * self.quotient + 98, 99).solution.replace("####", "#")) + 1
         return -(-tokens // 8) * 8
@@ -143,7 +145,8 @@ class Cell:
     @property
     def start(self) -> str:
         """Name of the model that its seed starts from, of those that the seeds have in turn."""
-        return f"{'mixture-' if self.num_experts else 'told-' if self.told else ''}{self.seed % self.starts}"
+        kind = "mixture-" if self.num_experts else f"told-{self.told}-" if self.told else ""
+        return f"{kind}{self.seed % self.starts}"
 
     @property
     def model(self) -> str:
@@ -153,18 +156,19 @@ class Cell:
     @property
     def taught(self) -> str:
         """Name of that model before it has outliers."""
+        shape = f"-{self.hidden_size}x{self.num_hidden_layers}"
+        shape = shape if (self.hidden_size, self.num_hidden_layers) != SHAPES[0] else ""
         if self.starts:
-            return f"start-{self.start}"
+            return f"start-{self.start}{shape}"
         if self.trainer == "diffusion":
             return "masked"
         task = f"quotient-{self.quotient}" if self.quotient else f"{self.digits}-digits"
         task = f"countdown-{self.countdown}" if self.countdown else task
         task = self.word_problems.replace("/", "-") if self.word_problems else task
-        shape = f"-{self.hidden_size}x{self.num_hidden_layers}"
         return (
             f"{task}-{self.accuracy:g}"
             + (f"-direct-{self.direct:g}" if self.direct else "")
-            + (shape if (self.hidden_size, self.num_hidden_layers) != SHAPES[0] else "")
+            + shape
             + (f"-{self.num_experts}-experts" if self.num_experts else "")
         )
 

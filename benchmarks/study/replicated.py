@@ -54,7 +54,7 @@ SPREAD_STAGED = STAGED[1] | {"outliers": 128}
 STAGE_3 = {name: {"is_correction": name} for name in ("tis", "none", "coupled", "ais", "icepop", "cis")}
 STAGE_3["tis, sequences"] = {"is_correction": "tis", "importance_sampling_level": "sequence"}
 # Two updates a generation, in the precision and with the corrections of `words`
-RETOLD = REUSE | {"per_device_train_batch_size": 64, "draws": 8, "starts": 6, "told": True}
+RETOLD = REUSE | {"per_device_train_batch_size": 64, "draws": 8, "starts": 6, "told": 1}
 IN_WORDS = ("tis", "none", "coupled", "acr", "ais", "cis")
 # `routing`'s mixtures in INT4, where most tokens are rerouted
 JUMPING = tuple(product(("tis", "cis", "none"), (True, False)))

@@ -94,9 +94,12 @@ def test_the_longest_told_sum_fits():
     told = f"{begins} {he} {owns} 999 {things}, {later} {again} {verb} 999. {steps}, {hence} {ends} {answer} {last} "
     tokenizer = building.build_tokenizer()
     (bound,) = map(len, tokenizer([f"{told}#### {answer}<eos>"])["input_ids"])
-    stories = islice(building.stories(building.problems(0, "+-", max_digits=3), 0), 5000)
-    found = max(map(len, tokenizer([story.solution + "<eos>" for story in stories])["input_ids"]))
-    assert bound - 4 <= found <= bound <= Cell("", told=True).max_completion_length < bound + 8
+    found = {}
+    for told in (1, 8):
+        stories = islice(building.stream(building.BuildArguments(told=told), 0, told), 5000)
+        found[told] = max(map(len, tokenizer([story.solution + "<eos>" for story in stories])["input_ids"]))
+    assert bound - 4 <= found[1] <= bound <= Cell("", told=1).max_completion_length < bound + 8
+    assert 0.7 * Cell("", told=8).max_completion_length < found[8] <= Cell("", told=8).max_completion_length
 
 
 def test_each_size_is_taught_a_model_of_its_own(tmp_path):
@@ -119,14 +122,16 @@ def test_word_problems_are_read_from_the_hub_or_a_file(tmp_path, given, source):
 
 def test_told_sums_begin_with_models_of_seeds(tmp_path):
     """Seeds that are equal but for a multiple of `starts` share a model, which is taught with its number as a seed."""
-    cell = Cell("", told=True, starts=3)
-    jobs = runner.model_jobs([replace(cell, seed=seed) for seed in (4, 7, 5)], tmp_path)
+    cell = Cell("", told=1, starts=3)
+    cells = [*(replace(cell, seed=seed) for seed in (4, 7, 5)), replace(cell, told=8, seed=4, hidden_size=512)]
+    jobs = runner.model_jobs(cells, tmp_path)
     given = [dict(zip(job.command[2::2], job.command[3::2], strict=True)) for job in jobs]
-    assert [(job.directory.name, each["--seed"]) for job, each in zip(jobs, given)] == [
-        ("start-told-1", "1"),
-        ("start-told-2", "2"),
-    ]
-    assert all(each["--told"] == "True" and each["--max_completion_length"] == "128" for each in given)
+    names = ("--seed", "--told", "--max_completion_length", "--hidden_size")
+    assert {job.directory.name: [each[name] for name in names] for job, each in zip(jobs, given)} == {
+        "start-told-1-1": ["1", "1", "128", "128"],
+        "start-told-1-2": ["2", "1", "128", "128"],
+        "start-told-8-1-512x2": ["1", "8", "1000", "512"],
+    }
     assert replace(cell, seed=4).settings()["model"] == "taught in turn"
 
 

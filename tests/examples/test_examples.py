@@ -137,18 +137,20 @@ def test_divisions_are_taught_at_all_lengths_and_asked_at_the_longest(direct):
 
 def test_sums_are_told_in_words():
     """Around the worked solution, which the reward reads; the words are drawn, the numbers held out as before."""
-    args = building.BuildArguments(told=True)
+    args = building.BuildArguments(told=1)
     lessons = [*islice(building.taught(args), 300)]
-    assert lessons == [*islice(building.taught(args), 300)] and not any(each.problem.held_out for each in lessons)
+    assert lessons == [*islice(building.taught(args), 300)]
     asked = building.prompts(args, 1, 50, held_out=True)
     for story in lessons:
-        numbers = [str(story.problem.a), str(story.problem.b)]
+        (problem,) = story.problems
+        numbers = [str(problem.a), str(problem.b)]
+        assert not problem.held_out
         assert re.findall(r"\d+", story.prompt) == numbers and story.row["prompt"] == story.prompt
-        steps = story.problem.solution.rpartition(" #### ")[0]
+        steps = problem.solution.rpartition(" #### ")[0]
         assert story.solution.count(f" {numbers[1]}. {steps}, ") == 1
         assert building.arithmetic_reward([story.solution], answer=[story.row["answer"]]) == [1.0]
         assert building.arithmetic_reward([story.solution + "0"], answer=[story.row["answer"]]) == [0.0]
-    again = [*building.stories([lessons[0].problem] * 100, 0)]
+    again = [*building.stories([lessons[0].problems] * 100, 0)]
     assert len({story.solution for story in again}) > 95 and len({story.prompt for story in again}) > 60
     for row in asked:
         a, b = re.findall(r"\d+", row["prompt"])
@@ -156,6 +158,28 @@ def test_sums_are_told_in_words():
             each.held_out and str(each.answer) == row["answer"]
             for each in (building.Problem(int(a), op, int(b)) for op in "+-")
         )
+
+
+def test_a_story_goes_on(tmp_path):
+    """From answer to answer; lessons get longer, and what is asked has the full length."""
+    args = building.BuildArguments(told=4, batch_size=4)
+    lessons = [*islice(building.taught(args), 256)]
+    lengths = [len(story.problems) for story in lessons]
+    assert [set(lengths[i : i + 64]) for i in range(0, 256, 64)] == [{1, 2}, {1, 2, 3}, {1, 2, 3, 4}, {1, 2, 3, 4}]
+    verbs = {verb: op for op, verbs in building.VERBS.items() for verb in verbs}
+    for story in islice(building.stream(args, 0, 4), 500):
+        name, left = story.prompt.split()[0], int(re.search(r"\d+", story.prompt)[0])
+        happened = re.findall(rf"({'|'.join(verbs)}) (\d+)", story.prompt)
+        told = re.findall(rf"(?:he|{name}) ({'|'.join(verbs)}) (\d+)\. (\S+(?: \S+=\S+)*), \D+ (\d+) ", story.solution)
+        assert len(happened) == len(told) == 4
+        for (verb, b), (again, other, steps, answer) in zip(happened, told):
+            problem = building.Problem(left, verbs[verb], int(b))
+            left = problem.answer
+            assert verbs[again] == verbs[verb] and other == b and answer == str(left) and 0 <= left < 2000
+            assert problem.solution == f"{steps} #### {answer}"
+        assert story.row["answer"] == str(left) and story.solution.endswith(f" #### {left}")
+    asked = building.prompts(args, 1, 50, held_out=True)
+    assert {len(re.findall(r"\d+", prompt)) for prompt in asked["prompt"]} == {5} and len(asked) == 50
 
 
 def test_divisions_are_taught_in_their_order(tmp_path, monkeypatch):
@@ -204,7 +228,7 @@ def test_a_wider_model_is_taught_in_smaller_steps(tmp_path, monkeypatch):
         ({"countdown": 2}, "`countdown`=2: there are problems of 3 or 4"),
         ({"countdown": 3, "quotient": 2}, "name one"),
         ({"countdown": 3, "word_problems": "x"}, "`word_problems` ask different"),
-        ({"quotient": 2, "told": True}, "`told` ask different"),
+        ({"quotient": 2, "told": 1}, "`told` ask different"),
         ({"word_problems": "x", "known": 0}, "`known`=0 is below 1"),
     ],
 )

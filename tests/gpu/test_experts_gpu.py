@@ -8,6 +8,8 @@ Engines of one process share the memory in which vLLM computes experts, and a ne
 only until the next one starts.
 """
 
+from itertools import combinations
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -28,15 +30,20 @@ pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
 ATTENTION = LoraConfig(r=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
 
 
-def usual(llm) -> list[tuple[list[int], list[float]]]:
+def repeated(llm) -> list[set[str]]:
     """
-    Greedy completions; with Marlin's kernels the most frequent of five, of each prompt by itself. In `nvfp4` vLLM does
-    not always repeat itself: on an H200 with 0.26, three engines on the same weights gave other log-probabilities of
-    one completion in 3 of 60 generations.
+    The greedy completion of each prompt with its log-probabilities; with Marlin's kernels those of five generations,
+    where they differ. In `nvfp4` vLLM does not always repeat itself: on an H200 with 0.26, three engines on the same
+    weights gave other log-probabilities of one completion in 3 of 60 generations, and more beside other tests.
     """
     (backends,) = llm.apply_model(lambda model: {backend_of(layer) for layer in expert_layers(model).values()})
     found = [greedy(llm) for _ in range(5 if backends <= {*REORDERED} else 1)]
-    return [max(each, key=each.count) for each in zip(*found, strict=True)]
+    return [set(map(str, each)) for each in zip(*found, strict=True)]
+
+
+def alike(first: list[set[str]], second: list[set[str]]) -> bool:
+    """Whether both gave the same bits at least once for each prompt. Other weights never give them."""
+    return all(one & other for one, other in zip(first, second, strict=True))
 
 
 OF_LAYER = [f"model.layers.1.mlp.experts.{leaf}" for leaf in ("gate_up_proj", "down_proj")]
@@ -82,12 +89,12 @@ def test_live_equals_fresh_and_faults_are_found(family, precision, tmp_path, mon
         update(model, seed=seed)
         sampler.sync()
         sampler.check_sync()
-        seen.append(usual(sampler.llm))
+        seen.append(repeated(sampler.llm))
         copies.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
         sampler.rest()
         sampler.ensure_ready()
-        assert usual(sampler.llm) == seen[-1]
-    assert len({str(samples) for samples in seen}) == 3
+        assert alike(repeated(sampler.llm), seen[-1])
+    assert not any(alike(*pair) for pair in combinations(seen, 2))
     stale = faults(sampler)
     update(model, seed=3)
     right = sampler.policy_stream
@@ -106,7 +113,7 @@ def test_live_equals_fresh_and_faults_are_found(family, precision, tmp_path, mon
     codes = {"prepared": PRECISIONS[precision].format is not None, "device": "cuda"}
     for number, (state, samples) in enumerate(zip(copies, seen, strict=True)):
         model.load_state_dict(state)
-        assert usual(fresh(model, precision, tmp_path / f"checkpoint-{number}", **codes)) == samples
+        assert alike(repeated(fresh(model, precision, tmp_path / f"checkpoint-{number}", **codes)), samples)
     torch.cuda.empty_cache()
 
 
@@ -124,12 +131,12 @@ def test_kernels_that_a_run_asks_for(family, tmp_path):
         update(model, seed=seed)
         sampler.sync()
         sampler.check_sync()
-        seen.append(usual(sampler.llm))
+        seen.append(repeated(sampler.llm))
         sampler.rest()
         sampler.ensure_ready()
-        assert usual(sampler.llm) == seen[-1]
-    assert sampler.differing_weight() is None and seen[0] != seen[1]
-    assert usual(fresh(model, "fp8", tmp_path / "fresh", prepared=True, device="cuda", **asked)) == seen[-1]
+        assert alike(repeated(sampler.llm), seen[-1])
+    assert sampler.differing_weight() is None and not alike(*seen)
+    assert alike(repeated(fresh(model, "fp8", tmp_path / "fresh", prepared=True, device="cuda", **asked)), seen[-1])
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "nvfp4"])
@@ -144,13 +151,13 @@ def test_an_adapter_beside_its_base_and_noise(family, precision, tmp_path):
         update(model, seed=seed)
         sampler.sync()
         sampler.check_sync()
-        seen.append(usual(sampler.llm))
+        seen.append(repeated(sampler.llm))
     sampler.lay_noise(RolloutNoise(3e-2, 3, 7))
-    noisy = usual(sampler.llm)
+    noisy = repeated(sampler.llm)
     assert sampler.effective_sigma == pytest.approx(3e-2, rel=0.05)
     sampler.lay_noise(RolloutNoise())
-    assert usual(sampler.llm) == seen[-1]
-    assert len({str(samples) for samples in (*seen, noisy)}) == 3
+    assert alike(repeated(sampler.llm), seen[-1])
+    assert not any(alike(*pair) for pair in combinations((*seen, noisy), 2))
 
 
 @pytest.mark.parametrize("precision", ["bf16", *(name for name in with_experts() if PRECISIONS[name].vllm.inputs)])
@@ -215,7 +222,7 @@ def test_a_sync_of_what_has_changed(precision, sleeping, tmp_path, monkeypatch):
         assert sent == changed
         assert sampler.differing_weight() is None
         sampler.ensure_ready()  # wakes the cache
-        seen.append(usual(sampler.llm))
+        seen.append(repeated(sampler.llm))
         copies.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
         now = held(sampler)
         sampler.is_current = False
@@ -229,10 +236,10 @@ def test_a_sync_of_what_has_changed(precision, sleeping, tmp_path, monkeypatch):
             sent.clear()
             sampler.ensure_ready()
             assert sent == groups
-            assert usual(sampler.llm) == seen[-1]
-    assert len({str(samples) for samples in seen}) == 3
+            assert alike(repeated(sampler.llm), seen[-1])
+    assert not any(alike(*pair) for pair in combinations(seen, 2))
     codes = {"prepared": PRECISIONS[precision].format is not None, "device": "cuda"}
     for number, (state, samples) in enumerate(zip(copies, seen, strict=True)):
         model.load_state_dict(state)
-        assert usual(fresh(model, precision, tmp_path / f"checkpoint-{number}", **codes)) == samples
+        assert alike(repeated(fresh(model, precision, tmp_path / f"checkpoint-{number}", **codes)), samples)
     torch.cuda.empty_cache()

@@ -78,7 +78,7 @@ def test_the_next_layer_finds_the_codes(device, format, monkeypatch):
     x, _, weight = inputs((5, 140), torch.bfloat16, device)
     y = twin.fused_rms_norm(x.requires_grad_(), weight, 1e-5, format, torch.bfloat16)
     by = {"int8": lambda y: quantizers.quantize_int8(y, True), "fp8": quantizers.quantize_fp8}
-    both = quantizers.quantize_groups_for_both(y.detach(), FP8Block.least_amax)
+    both = quantizers.quantize_groups_for_both(y.detach(), FP8Block.least_amax, quantizers.inverts())
     expected = by.get(format, lambda y: both[0])(y.detach()), both[1]
     with monkeypatch.context() as no_quantizers:
         no_quantizers.setattr(inputs_of_layers, "quantize_input", None)
