@@ -28,7 +28,7 @@ from trl_quant.policy.packed import PackedRows, accept_packed_rows
 from trl_quant.precisions import PRECISIONS, with_experts
 from trl_quant.rollout import RolloutNoise
 from trl_quant.rollout.vllm.adapter import linear_layers
-from trl_quant.rollout.vllm.support import supported_precisions
+from trl_quant.rollout.vllm.support import outside_decoder, supported_precisions
 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
@@ -92,10 +92,11 @@ def test_live_equals_fresh(family, precision, tmp_path):
         sampler.ensure_ready()
         assert greedy(sampler.llm) == seen[-1]
     assert len({str(samples) for samples in seen}) == 3
-    # vLLM itself quantizes to `fp8`, and would quantize gates too
-    quantizes = sampler.llm.llm_engine.vllm_config.model_config.quantization != "compressed-tensors"
-    prepared = precision != "bf16" and ("in_proj_ba" in kept(sampler.llm) or not quantizes)
-    codes = {"prepared": prepared, "device": "cuda"}
+    online, chosen = PRECISIONS[precision].vllm.online, sampler.llm.llm_engine.vllm_config.model_config.quantization
+    codes = {"device": "cuda", "prepared": PRECISIONS[precision].format is not None and chosen != online}
+    outside = outside_decoder(model, [type(model).__name__], "auto")
+    if online and chosen == online and outside:
+        codes["quantization_config"] = {"ignore": outside}  # else vLLM quantizes gates too
     for number, (state, samples) in enumerate(zip(copies, seen, strict=True)):
         model.load_state_dict(state)
         assert greedy(fresh(model, precision, tmp_path / f"checkpoint-{number}", **codes, **GIVEN)) == samples

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from asynchronous import asynchronous, given_samples, noted
 from datasets import Dataset, IterableDataset
 from refusals import ACCEPTED_DATA, REFUSED_DATA
 from training import PROMPTS, metrics, parameters, spread
@@ -12,7 +13,7 @@ from turns import build, note
 from trl_quant.trainers.launch import TRAINERS
 
 
-NOT_HERE = ("diffusion", "async_grpo")  # the loop of the one is GRPO's, and the other takes no streams
+NOT_HERE = ("diffusion", "async_grpo")  # the loop of the one is GRPO's, and the other samples in a thread
 # Prompts that are texts, of which a generation takes two; no tools
 PLAIN = {"max_completion_length": 8, "per_device_train_batch_size": 8, "num_generations": 4}
 
@@ -54,7 +55,7 @@ def test_a_stream_that_ends_before_the_first_step(tmp_path, kind):
 
 def test_a_stream_that_ends_later(tmp_path, caplog):
     """It is read again as transformers does, and that is told once; with nothing to read again, the run ends."""
-    ended = "ended after step 1 of `max_steps`=3. transformers reads it again"
+    ended = "ended after step 1 of `max_steps`=3. It is read again"
     for times, steps in ((None, 3), (1, 1)):
         caplog.clear()
         trainer = trainer_on(tmp_path, stream(rows(2), times), max_steps=3)
@@ -63,7 +64,54 @@ def test_a_stream_that_ends_later(tmp_path, caplog):
         assert trainer.state.global_step == steps and caplog.text.count(ended) == 1
     caplog.clear()
     trainer_on(tmp_path, stream(rows(6)), max_steps=3).train()
-    assert "transformers reads it again" not in caplog.text
+    assert "It is read again" not in caplog.text
+
+
+def prompts_of(samples) -> list[str]:
+    """The prompt of each group, by its number."""
+    return [prompt for _, prompt in sorted({sample.group_id: sample.prompt for sample in samples}.items())]
+
+
+@pytest.mark.parametrize("kind", [stream, Dataset.from_list])
+def test_a_thread_reads_again_from_the_beginning(tmp_path, caplog, kind):
+    """Each row in its turn, in a resumed run behind what was trained on. TRL begins a stream anew there."""
+    data, saving = kind(rows(4)), {"save_strategy": "steps", "save_steps": 3}
+    turns = [row["prompt"] for row in rows(4)] * 20
+    assert len({*turns}) == 4
+    first = asynchronous(tmp_path, data=data, max_steps=3, **saving)
+    samples = noted(first.sampling_thread.rollout_buffer)
+    with caplog.at_level(logging.WARNING):
+        first.train()
+    given = prompts_of(samples)
+    assert len(given) > 4 and given == turns[: len(given)]
+    assert caplog.text.count("ended after step") == (kind is stream)
+    again = asynchronous(tmp_path, model=first.model.name_or_path, data=data, max_steps=4, **saving)
+    samples = noted(again.sampling_thread.rollout_buffer)
+    again.train(resume_from_checkpoint=True)
+    given, behind = prompts_of(samples), again.sampling_thread.first_row
+    assert behind % 4 and given == turns[behind : behind + len(given)]
+
+
+@pytest.mark.parametrize(
+    ("data", "fault"),
+    [
+        (stream([]), "gives no rows."),
+        (stream(rows(2), 1), "gives no rows a second time"),
+        (stream([*rows(2), {"prompt": None}]), "`train_dataset`, at step 0: the prompt None"),
+        (stream(rows(2)), r"missing a required argument: 'answer'\. With `train_dataset` it gets"),
+    ],
+)
+def test_a_thread_ends_at_a_bad_stream(tmp_path, data, fault):
+    reward = needs_answer if "'answer'" in fault else spread
+    trainer = asynchronous(tmp_path, data=data, rewards=reward, max_steps=9, max_staleness=9)
+    with pytest.raises(RuntimeError, match=f"Sampling beside the training failed: .*{fault}"):
+        trainer.train()
+
+
+def test_trls_worker_takes_streams(tmp_path):
+    trainer = asynchronous(tmp_path, given_samples(), data=stream(rows(3)), max_steps=1)
+    trainer.train()
+    assert trainer.state.global_step == 1 and trainer.spec.sampler is None
 
 
 def as_rows(dataset: Dataset) -> list[dict]:

@@ -67,7 +67,9 @@ def check_evaluated(args, eval_dataset, environments=None) -> None:
 
 
 def _check_rows(name: str, args, dataset: Dataset | IterableDataset, environments) -> None:
-    if isinstance(dataset, IterableDataset) and args.accelerator_config.dispatch_batches:
+    # What an asynchronous trainer dispatches is samples
+    dispatched = args.accelerator_config.dispatch_batches and not args.is_asynchronous
+    if isinstance(dataset, IterableDataset) and dispatched:
         raise ValueError(
             "Iterable datasets require `dispatch_batches=False`, but `accelerator_config` sets it to True."
         )

@@ -10,10 +10,14 @@ checked in the same way, and a stream that ends:
 | the same, but it gives no rows a second time | transformers ends the training and warns |
 | before an evaluation has drawn a row | `evaluate` raises `ValueError` |
 
-Rows that do not fill a generation at the end of a stream are not trained on.
+Rows that do not fill a generation at the end of a stream are not trained on. The thread that samples beside an
+asynchronous training reads by itself ([`DrawnRows.endless`]): it uses all rows, begins again with the same warning, and
+raises `ValueError` where a stream has no rows, at its beginning or a second time.
 """
 
 import logging
+from collections.abc import Iterator
+from itertools import chain, repeat
 
 from datasets import IterableDataset
 from torch.nn import Module
@@ -36,6 +40,7 @@ class DrawnRows(TrainerCallback):
 
     Attributes:
         environments: The `environment_factory`, from which prompts may come, or `None`.
+        given_rewards: The `reward_funcs`, as they were given.
         more_columns (`bool`): Whether environments or a `rollout_func` may add columns that rewards read.
         count (`int`): Generations drawn so far, in training and evaluation.
         start (`int`): The step at which the training began.
@@ -45,6 +50,7 @@ class DrawnRows(TrainerCallback):
     def __init__(self, trainer, given: dict):
         self.trainer, self.environments = trainer, given.get("environment_factory")
         self.has_turns = bool(given.get("tools")) or self.environments is not None
+        self.given_rewards = given.get("reward_funcs")
         self.more_columns = self.environments is not None or given.get("rollout_func") is not None
         self.count = self.start = self.passes = 0
         trainer.add_callback(self)
@@ -59,18 +65,48 @@ class DrawnRows(TrainerCallback):
     def on_epoch_begin(self, args, state, control, **kwargs):
         self.passes += 1
         if self.is_stream and self.passes == 2 and state.global_step > self.start:
-            logger.warning(
-                "The stream `train_dataset` ended after step %d of `max_steps`=%d. transformers reads it again from "
-                "its beginning. This warning comes once.",
-                state.global_step,
-                state.max_steps,
-            )
+            self._tell_end()
 
-    def check(self, rows: list[dict]) -> None:
-        """Raises `ValueError` for a generation's row without a prompt, or without a column that a reward reads."""
+    def _tell_end(self) -> None:
+        logger.warning(
+            "The stream `train_dataset` ended after step %d of `max_steps`=%d. It is read again from its beginning. "
+            "This warning comes once.",
+            self.trainer.state.global_step,
+            self.trainer.state.max_steps,
+        )
+
+    def endless(self, first: int) -> Iterator[dict]:
+        """
+        Yields the rows of the training's dataset one by one, each checked as in [`check`], from the one whose number is
+        `first` on, and then again and again from the beginning. Raises `ValueError` if there are none.
+        """
+        passes = repeat(self.trainer.train_dataset)
+        if not self.is_stream:
+            dataset = next(passes)
+            passes, first = chain([dataset.select(range(first % len(dataset), len(dataset)))], passes), 0
+        for number, rows in enumerate(passes):
+            is_empty = True
+            for row in rows:
+                is_empty = False
+                if first:
+                    first -= 1
+                    continue
+                self.check([row], "train_dataset")
+                yield row
+            if is_empty:
+                again = " a second time. It may give its rows only once" if number else ""
+                raise ValueError(f"The stream `train_dataset` gives no rows{again}.")
+            if self.is_stream and not number:
+                self._tell_end()
+
+    def check(self, rows: list[dict], name: str | None = None) -> None:
+        """
+        Raises `ValueError` for a generation's row without a prompt, or without a column that a reward reads. `name` is
+        that of the dataset; `None` goes by whether the policy is in training.
+        """
         trainer = self.trainer
         self.count += 1
-        name = "train_dataset" if trainer.model.training else "eval_dataset"
+        name = name or ("train_dataset" if trainer.model.training else "eval_dataset")
         where = f"`{name}`, at step {trainer.state.global_step}"
         for row in rows if self.environments is None else ():
             check_row(where, row, rows[0])
@@ -78,7 +114,8 @@ class DrawnRows(TrainerCallback):
             check_conversation(f"{where},", rows[0])
         if self.more_columns or not trainer.args.has_rewards:
             return
-        for reward in trainer.reward_funcs:
+        given = self.given_rewards if isinstance(self.given_rewards, list) else [self.given_rewards]
+        for reward in getattr(trainer, "reward_funcs", given):  # TRL's asynchronous trainer keeps none
             if not isinstance(reward, Module):
                 check_reward(reward, [*rows[0]], name)
 

@@ -35,7 +35,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from datasets import Dataset
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from ...rollout.base import RolloutEngine
@@ -96,7 +95,6 @@ class SamplingThread:
 
     Args:
         args ([`~config.QuantAsyncGRPOConfig`]): The run's configuration.
-        dataset: The rows, with a column `prompt`.
         reward_funcs (`list[Callable]`): The reward functions.
         calls ([`~runs.user_calls.UserCalls`]): Guards their calls.
         speakers: What else speaks in a completion, with guarded calls: `tools` and `environment_factory`, if given.
@@ -112,8 +110,8 @@ class SamplingThread:
         rollout_buffer, metrics_queue (`queue.Queue`): What TRL reads: samples, and metrics.
     """
 
-    def __init__(self, args, dataset, reward_funcs: list[Callable], calls: UserCalls, **speakers):
-        self.args, self.dataset, self.calls, self.speakers = args, dataset, calls, speakers
+    def __init__(self, args, reward_funcs: list[Callable], calls: UserCalls, **speakers):
+        self.args, self.calls, self.speakers = args, calls, speakers
         self.names = [getattr(function, "__name__", type(function).__name__) for function in reward_funcs]
         self.functions = [
             calls.limited(function, f"The reward function {name!r}", partial(self._checked, name))
@@ -127,6 +125,7 @@ class SamplingThread:
         self.rows: dict[int, dict] = {}  # of the groups in flight
         self.rollout_buffer: queue.Queue = queue.Queue(args.queue_maxsize)
         self.metrics_queue: queue.Queue = queue.Queue()
+        self._rows_from: Callable[[int], Iterator[dict]] | None = None
         self._rows: Iterator[dict] | None = None
         self._generation = ExitStack()  # the engine's, between two syncs
         self._engine_free = threading.Lock()
@@ -135,12 +134,12 @@ class SamplingThread:
         self._error: BaseException | None = None
         self._beat = math.inf  # when it last drew a token; infinite where nothing is drawn
 
-    def meet(self, engine: RolloutEngine, dataset) -> None:
+    def meet(self, engine: RolloutEngine, rows: Callable[[int], Iterator[dict]]) -> None:
         """
-        Takes the engine, and the data that TRL trains on. All ranks must call it. Raises `ValueError` if the chat
-        template is none whose calls of tools can be read.
+        Takes the engine, and the rows that TRL trains on, without end, from one whose number is given. All ranks must
+        call it. Raises `ValueError` if the chat template is none whose calls of tools can be read.
         """
-        self.engine, self.tokenizer, self.dataset = engine, engine.tokenizer, dataset
+        self.engine, self.tokenizer, self._rows_from = engine, engine.tokenizer, rows
         speaks = any(self.speakers.values()) and engine.accelerator.is_main_process
         with on_every_rank():
             if speaks:
@@ -268,7 +267,9 @@ class SamplingThread:
         while in_flight + size <= max(args.max_inflight_tasks, size) and waiting < args.generation_batch_size:
             if in_flight + waiting >= ahead:
                 return
-            self.rows[self.started] = self._next_row()
+            if self._rows is None:
+                self._rows = self._rows_from(self.first_row)
+            self.rows[self.started] = next(self._rows)
             self.groups.append(self._begun(self.started))
             self.started += 1
             in_flight += size
@@ -306,18 +307,6 @@ class SamplingThread:
         ended = samples.ended or [True] * len(asked)
         for (_, turn), ids, logps, has_ended in zip(asked, samples.token_ids, samples.logps, ended, strict=True):
             turn.add(ids, logps, self.version, has_ended, None)
-
-    def _next_row(self) -> dict:
-        if self._rows is None:
-            dataset = self.dataset
-            if self.first_row and isinstance(dataset, Dataset):
-                dataset = dataset.select(range(self.first_row % len(dataset), len(dataset)))
-            self._rows = iter(dataset)
-        row = next(self._rows, None)
-        if row is None:
-            self._rows = iter(self.dataset)
-            row = next(self._rows)
-        return row
 
     def prompt(self, row: dict) -> list[int]:
         """Returns the token ids of a row's prompt, a text or messages."""

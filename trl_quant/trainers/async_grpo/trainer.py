@@ -6,7 +6,6 @@ import time
 from contextlib import AbstractContextManager, ExitStack
 
 from accelerate.utils import is_peft_model, send_to_device
-from datasets import Dataset
 from torch import Tensor
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
@@ -123,7 +122,7 @@ class QuantAsyncGRPOTrainer(QuantPrecision, TRLsArguments):
             return {}
         rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs] * (reward_funcs is not None)
         speakers = {"tools": tools, "environment_factory": environment_factory}
-        self.sampling_thread = SamplingThread(args, train_dataset, rewards, self.user_calls, **speakers)
+        self.sampling_thread = SamplingThread(args, rewards, self.user_calls, **speakers)
         return {"rollout_worker": self.sampling_thread, "weight_transfer": self.sampling_thread}
 
     def loading(self, args, **fields) -> AbstractContextManager:
@@ -146,7 +145,7 @@ class QuantAsyncGRPOTrainer(QuantPrecision, TRLsArguments):
         leave_casts_to_autocast(self.model)
         tell_noise(self.model, args)
         self._engine = build_engine(self.spec.sampler, self.model, self.accelerator, self.processing_class, **settings)
-        self.sampling_thread.meet(self._engine, self.train_dataset)
+        self.sampling_thread.meet(self._engine, lambda first: self.drawn_rows.endless(first))
 
     # Sync: a version of the weights
 
@@ -208,8 +207,7 @@ class QuantAsyncGRPOTrainer(QuantPrecision, TRLsArguments):
             return
         self._engine.load_state_dict(state)
         self.model_version = state["model_version"]
-        if isinstance(self.train_dataset, Dataset):
-            self.sampling_thread.first_row = self._groups_before_resume = state["prompt_index"]
+        self.sampling_thread.first_row = self._groups_before_resume = state["prompt_index"]
         logger.warning(
             "Samples that waited for training when %s was saved are not in it. They are sampled again, from prompt %d "
             "on, with the weights of the checkpoint.",
