@@ -5,7 +5,7 @@ Each was designed before it ran, in the study's part of `benchmarks/README.md`.
 
 from itertools import product
 
-from cell import Cell, Question
+from cell import SHAPES, Cell, Question
 
 
 FULL = "full precision"
@@ -55,6 +55,10 @@ STAGE_3 = {name: {"is_correction": name} for name in ("tis", "none", "coupled", 
 STAGE_3["tis, sequences"] = {"is_correction": "tis", "importance_sampling_level": "sequence"}
 # Two updates a generation, in the precision and with the corrections of `words`
 RETOLD = REUSE | {"per_device_train_batch_size": 64, "draws": 8, "starts": 6, "told": 1}
+# Long rollouts of a weak model, as in the papers of Jet-RL and AIS: stories of 12 sums, and a model of 20M parameters
+LONG_TOLD = RETOLD | dict(zip(("hidden_size", "num_hidden_layers"), SHAPES[1], strict=True))
+LONG_TOLD |= {"told": 12, "num_iterations": 1, "max_steps": 60, "evaluations": 3, "use_vllm": True}
+LONG_TOLD["per_device_train_batch_size"] = 128
 IN_WORDS = ("tis", "none", "coupled", "acr", "ais", "cis")
 # `routing`'s mixtures in INT4, where most tokens are rerouted
 JUMPING = tuple(product(("tis", "cis", "none"), (True, False)))
@@ -208,6 +212,21 @@ REPLICATED = {
         compared={
             "primary: against tis": tuple((f"mxfp4 {name}", "mxfp4 tis") for name in IN_WORDS[1:]),
             "against full precision": tuple((f"mxfp4 {name}", FULL) for name in IN_WORDS),
+        },
+    ),
+    "long_text": Question(
+        "Long completions of text: sampled in BF16, in FP8 with a correction, or trained in FP8 too?",
+        (
+            Cell("bf16 none", "bf16", None, "none", **LONG_TOLD),
+            *(Cell(f"fp8 {name}", "fp8", None, name, **LONG_TOLD) for name in ("none", "tis", "ais")),
+            Cell("fp8 unified", "fp8", "fp8", "none", **LONG_TOLD),
+        ),
+        ("Held-out reward", "Mismatch KL"),
+        {"final accuracy": "final_accuracy"},
+        compared={
+            "primary: fp8 none, against bf16": (("fp8 none", "bf16 none"),),
+            "remedies, against fp8 none": tuple((f"fp8 {name}", "fp8 none") for name in ("tis", "ais", "unified")),
+            "remedies, against bf16": tuple((f"fp8 {name}", "bf16 none") for name in ("tis", "ais", "unified")),
         },
     ),
     "stage_3_experts": Question(

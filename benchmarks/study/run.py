@@ -180,7 +180,7 @@ def model_jobs(cells: Sequence[Cell], output: Path, word_problems: str | None = 
             words = ["--output_dir", str(path), "--eval_problems", "512"]
             found[cell.taught] = Job(path, [sys.executable, str(MASKED), *words], "eval.jsonl")
             continue
-        hard = cell.quotient or cell.countdown or cell.word_problems
+        hard = cell.quotient or cell.countdown or cell.word_problems or cell.told > 1
         options = {
             "output_dir": output / "models" / cell.taught,
             "target_accuracy": cell.accuracy,

@@ -126,11 +126,11 @@ def test_told_sums_begin_with_models_of_seeds(tmp_path):
     cells = [*(replace(cell, seed=seed) for seed in (4, 7, 5)), replace(cell, told=8, seed=4, hidden_size=512)]
     jobs = runner.model_jobs(cells, tmp_path)
     given = [dict(zip(job.command[2::2], job.command[3::2], strict=True)) for job in jobs]
-    names = ("--seed", "--told", "--max_completion_length", "--hidden_size")
+    names = ("--seed", "--told", "--max_completion_length", "--hidden_size", "--max_steps")
     assert {job.directory.name: [each[name] for name in names] for job, each in zip(jobs, given)} == {
-        "start-told-1-1": ["1", "1", "128", "128"],
-        "start-told-1-2": ["2", "1", "128", "128"],
-        "start-told-8-1-512x2": ["1", "8", "1000", "512"],
+        "start-told-1-1": ["1", "1", "128", "128", "900"],
+        "start-told-1-2": ["2", "1", "128", "128", "900"],
+        "start-told-8-1-512x2": ["1", "8", "1000", "512", "3000"],
     }
     assert replace(cell, seed=4).settings()["model"] == "taught in turn"
 
