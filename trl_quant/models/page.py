@@ -129,10 +129,10 @@ PICTURED_NOTES = """
   images are refused there.
 - **trained**: `train_precision="int8"`. **noise, UAQ** act on the norms of the text. **LoRA** was run on the language
   model, merged and beside the base.
-- On H200s (vLLM 0.26 and 0.33) the towers stayed in BF16, and synced engines equalled fresh ones with images, in `bf16`,
-  `fp8`, `fp8_block`, `int8` and `nvfp4`. The samples of all four had the policy's log-probabilities. Adapters beside
-  their base and noise acted in `bf16` and `fp8`. Sampled or trained in `fp8`, trainer and sampler agreed as well with
-  images as on text alone.
+- On H200s (vLLM 0.26 and 0.33) the towers stayed in BF16, and synced engines equalled fresh ones with images in
+  `bf16`, `fp8`, `fp8_block`, `int8` and `nvfp4`. The samples of all four had the policy's log-probabilities. Adapters
+  beside their base and noise acted in `bf16` and `fp8`. Sampled or trained in `fp8`, trainer and sampler agreed as well
+  with images as on text alone.
 - Other models that read images run with the same checks, and were not tested.
 """
 TRAITS_SHOWN = ("embedded", "vLLM", "trained", "noise, UAQ", "packed", "both directions", "exact")
