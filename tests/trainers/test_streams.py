@@ -1,6 +1,7 @@
 """Streams as datasets: what a `Dataset` is refused for before the run, a stream is refused for when it is drawn."""
 
 import logging
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from refusals import ACCEPTED_DATA, REFUSED_DATA
 from training import PROMPTS, metrics, parameters, spread
 from turns import build, note
 
+from trl_quant.config.lengths import Context
+from trl_quant.trainers import checks
 from trl_quant.trainers.launch import TRAINERS
 
 
@@ -106,6 +109,18 @@ def test_a_thread_ends_at_a_bad_stream(tmp_path, data, fault):
     trainer = asynchronous(tmp_path, data=data, rewards=reward, max_steps=9, max_staleness=9)
     with pytest.raises(RuntimeError, match=f"Sampling beside the training failed: .*{fault}"):
         trainer.train()
+
+
+def test_a_thread_ends_at_a_prompt_that_fills_the_context(tmp_path, monkeypatch, caplog):
+    data = stream([*rows(3), {"prompt": "1" * 30}])
+    for tokens, refused in ((20, True), (31, False)):
+        context = Context(tokens, "the server's `--max-model-len`", True)
+        monkeypatch.setattr(checks, "context_of", lambda *given, context=context: context)
+        trainer = asynchronous(tmp_path, data=data, max_steps=3, max_staleness=9)
+        fault = r"at step \d has a prompt of 30 tokens.*in the server's `--max-model-len`=20"
+        with pytest.raises(RuntimeError, match=fault) if refused else nullcontext():
+            trainer.train()
+    assert caplog.text.count("prompts that leave less than") == 1
 
 
 def test_trls_worker_takes_streams(tmp_path):

@@ -124,7 +124,7 @@ class DrawnPrompts:
     before, and all others too, since only some of a large dataset are measured before the run.
 
     Args:
-        trainer ([`~trainers.quantized.QuantRollouts`]): The trainer.
+        trainer: The trainer, with a policy.
         engine ([`~rollout.RolloutEngine`] or `None`): The engine that samples; `None` if TRL samples.
     """
 

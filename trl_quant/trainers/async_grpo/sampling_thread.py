@@ -126,6 +126,7 @@ class SamplingThread:
         self.rollout_buffer: queue.Queue = queue.Queue(args.queue_maxsize)
         self.metrics_queue: queue.Queue = queue.Queue()
         self._rows_from: Callable[[int], Iterator[dict]] | None = None
+        self._check_prompts: Callable[[list[list[int]]], None] | None = None
         self._rows: Iterator[dict] | None = None
         self._generation = ExitStack()  # the engine's, between two syncs
         self._engine_free = threading.Lock()
@@ -134,12 +135,14 @@ class SamplingThread:
         self._error: BaseException | None = None
         self._beat = math.inf  # when it last drew a token; infinite where nothing is drawn
 
-    def meet(self, engine: RolloutEngine, rows: Callable[[int], Iterator[dict]]) -> None:
+    def meet(self, engine: RolloutEngine, rows: Callable[[int], Iterator[dict]], check_prompts: Callable) -> None:
         """
-        Takes the engine, and the rows that TRL trains on, without end, from one whose number is given. All ranks must
-        call it. Raises `ValueError` if the chat template is none whose calls of tools can be read.
+        Takes the engine, the rows that TRL trains on, without end, from one whose number is given, and a check of the
+        prompts that are about to be sampled. All ranks must call it. Raises `ValueError` if the chat template is none
+        whose calls of tools can be read.
         """
-        self.engine, self.tokenizer, self._rows_from = engine, engine.tokenizer, rows
+        self.engine, self.tokenizer = engine, engine.tokenizer
+        self._rows_from, self._check_prompts = rows, check_prompts
         speaks = any(self.speakers.values()) and engine.accelerator.is_main_process
         with on_every_rank():
             if speaks:
@@ -301,6 +304,8 @@ class SamplingThread:
             # The trainer waits for no more than this, or there is room for others. What is left is computed again
             return waiting + (begun - left) * brings >= needed or left <= begun // 2
 
+        if starting := [turn.prompt for _, turn in asked if turn.first is None and not turn.token_ids]:
+            self._check_prompts(starting)
         self._beat = time.monotonic()
         samples = self.engine.draw([turn.request() for _, turn in asked], enough=enough)
         self._beat = math.inf

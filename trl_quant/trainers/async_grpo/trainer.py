@@ -16,7 +16,7 @@ from ...policy.trees import TREES
 from ...rollout import RolloutEngine, RolloutNoise, build_engine
 from ...rollout.settings import SAMPLING
 from ...trl_seams import arguments_seen, without_peak_flops
-from ..checks import config_for, tell_noise
+from ..checks import DrawnPrompts, config_for, tell_noise
 from ..introduction import PACKAGE_TAG
 from ..precision import QuantPrecision
 from .loss import AsyncCorrection
@@ -145,7 +145,8 @@ class QuantAsyncGRPOTrainer(QuantPrecision, TRLsArguments):
         leave_casts_to_autocast(self.model)
         tell_noise(self.model, args)
         self._engine = build_engine(self.spec.sampler, self.model, self.accelerator, self.processing_class, **settings)
-        self.sampling_thread.meet(self._engine, lambda first: self.drawn_rows.endless(first))
+        drawn_prompts = DrawnPrompts(self, self._engine)
+        self.sampling_thread.meet(self._engine, lambda first: self.drawn_rows.endless(first), drawn_prompts.check)
 
     # Sync: a version of the weights
 
