@@ -217,16 +217,16 @@ REPLICATED = {
     "long_text": Question(
         "Long completions of text: sampled in BF16, in FP8 with a correction, or trained in FP8 too?",
         (
-            Cell("bf16 none", "bf16", None, "none", **LONG_TOLD),
+            Cell(FULL, **LONG_TOLD),  # TRL's BF16 vLLM, and its correction
             *(Cell(f"fp8 {name}", "fp8", None, name, **LONG_TOLD) for name in ("none", "tis", "ais")),
             Cell("fp8 unified", "fp8", "fp8", "none", **LONG_TOLD),
         ),
         ("Held-out reward", "Mismatch KL"),
         {"final accuracy": "final_accuracy"},
         compared={
-            "primary: fp8 none, against bf16": (("fp8 none", "bf16 none"),),
+            "primary: fp8 none, against full precision": (("fp8 none", FULL),),
             "remedies, against fp8 none": tuple((f"fp8 {name}", "fp8 none") for name in ("tis", "ais", "unified")),
-            "remedies, against bf16": tuple((f"fp8 {name}", "bf16 none") for name in ("tis", "ais", "unified")),
+            "remedies, against full precision": tuple((f"fp8 {name}", FULL) for name in ("tis", "ais", "unified")),
         },
     ),
     "stage_3_experts": Question(

@@ -133,7 +133,7 @@ def markdown(question: Question, rows: Sequence[dict]) -> str:
             str(accuracy["seeds"]),
             f"{accuracy['mean']:.3f}",
             f"{accuracy['smallest']:.3f} to {accuracy['largest']:.3f}",
-            f"{accuracy['low']:.3f} to {accuracy['high']:.3f}" if accuracy["seeds"] > 1 else "",
+            f"{accuracy['low']:.3f} to {accuracy['high']:.3f}" if accuracy["seeds"] > SEEDS else "",  # else the range
             "" if row["gain"] is None else f"{row['gain']:.0%}",
             "?" if few else "*" if row["differs"] else "",
             f"{metrics['reward']['mean']:.3f}" if metrics["reward"] else "",
