@@ -115,6 +115,41 @@ def test_what_two_thirds_of_stage_2_tell():
     assert f"seeds 6 to 11 at commit {commits[6]}, 12 to 17 at {commits[12]}" in PAGE and len({*commits.values()}) == 2
 
 
+def test_what_stage_3_tells_of_outliers():
+    rows, groups = stored(RESULTS / "study" / "stage_3_outliers.json.xz")
+    assert [sorted(run["seed"] for run in row["runs"]) for row in rows] == [[*range(24, 30)]] * 8
+    found = differences(QUESTIONS["stage_3_outliers"], groups)
+    full, tis = ({r["cell"]: r for r in found if r["against"] == name} for name in ("full precision", "int8 tis"))
+    assert all(row["holm"] < 0.05 and row["pairs"] == 6 for row in full.values()) and len(full) == 7
+    advice = " ".join(ADVICE.split())
+    for cell, row in full.items():
+        numbers = f"{-row['mean']:.3f} ({row['low']:+.3f} to {row['high']:+.3f})"
+        assert any(f"{named(cell)}{says} {numbers}" in PAGE.replace(" below it (", " (") for says in ("", " ends"))
+        if cell in ("int8 tis, sequences", "int8 tis", "int8 none"):
+            assert f"{named(cell)} by {-row['mean']:.3f} ({-row['high']:.3f} to {-row['low']:.3f})" in advice
+    coupled, sequences = tis.pop("int8 coupled"), tis.pop("int8 tis, sequences")
+    assert coupled["holm"] < 0.05
+    below = "{:.3f} below it ({low:+.3f} to {high:+.3f})".format(-coupled["mean"], **coupled)
+    above = "{mean:.3f} above it ({low:+.3f} to {high:+.3f}".format(**sequences)
+    assert f"only `coupled` is told apart**, {below}" in PAGE
+    assert f"`tis` on sequences ends {above}; Holm's p {sequences['holm']:.2f})" in PAGE and above in advice
+    least, *_, most = sorted(-row["mean"] for row in tis.values())
+    p = min(row["holm"] for row in tis.values())
+    assert f"the others end {least:.3f} to {most:.3f} below (p {p:.2f} and more)" in PAGE and p > 0.05
+    assert {run["commit"][:8] for row in rows for run in row["runs"]} == {"37db408f"} and "commit 37db408f" in PAGE
+
+
+def named(cell: str) -> str:
+    return {"tis, sequences": "`tis` on sequences"}.get(name := cell.removeprefix("int8 "), f"`{name}`")
+
+
+def test_the_pilot_of_stage_3_outliers():
+    ((row,), _) = stored(RESULTS / "study-pilot-of-stage_3_outliers.json.xz")
+    (run,) = row["runs"]
+    began, ended = run["log"]["eval_accuracy"]["0"], run["log"]["final_accuracy"]["200"]
+    assert f"It went from {began:.3f} to {ended:.3f} (" in PAGE and ended - began > 0.08 and run["seed"] == 100
+
+
 def test_the_pilot_of_stage_3_text():
     rows, _ = stored(RESULTS / "study-pilot-of-stage_3_text.json.xz")
     ended = {row["name"]: run["log"]["final_accuracy"]["100"] for row in rows for run in row["runs"]}
