@@ -14,7 +14,7 @@ from trl_quant.report.runs import KL
 sys.path.append(str(ROOT / "benchmarks" / "study"))
 
 from cells import QUESTIONS
-from paired import differences
+from paired import differences, ratios
 from table import stored
 
 
@@ -137,6 +137,34 @@ def test_what_stage_3_tells_of_outliers():
     p = min(row["holm"] for row in tis.values())
     assert f"the others end {least:.3f} to {most:.3f} below (p {p:.2f} and more)" in PAGE and p > 0.05
     assert {run["commit"][:8] for row in rows for run in row["runs"]} == {"37db408f"} and "commit 37db408f" in PAGE
+
+
+def test_what_stage_3_tells_of_experts():
+    question = QUESTIONS["stage_3_experts"]
+    rows, groups = stored(RESULTS / "study" / "stage_3_experts.json.xz")
+    assert [sorted(run["seed"] for run in row["runs"]) for row in rows] == [[*range(24, 30)]] * 7
+    found = differences(question, groups)
+    by_family = {}
+    for row in found:
+        by_family.setdefault(row["family"], []).append(abs(row["mean"]))
+    mean = [max(by_family[name]) for name in ("primary: cis and none, against tis", "replay", "full precision")]
+    told = "within {:.3f} of `tis`, with replay and without"
+    assert told.format(mean[0]) in PAGE and told.format(mean[0]) in " ".join(TEXTS["docs/mixtures.md"].split())
+    assert "replay changes {:.3f} at most, and no cell ends more than {:.3f} from full".format(*mean[1:]) in PAGE
+    assert len(found) == 13 and {row["pairs"] for row in found} == {3}
+    widest = max(found, key=lambda row: row["high"] - row["low"])
+    assert f"these intervals is {widest['low']:+.3f} to {widest['high']:+.3f}" in PAGE
+    least = min(row["holm"] for row in found)
+    assert f"Of all {len(found)}, the smallest p is {least:.2f}" in PAGE and least > 0.05
+    rerouted = [row["metrics"]["rerouted"]["mean"] for row in rows if row["metrics"]["rerouted"]]
+    assert {f"{share:.0%}" for share in rerouted} == {"3%"} and "(3% of the tokens here)" in PAGE
+    kl = [row for row in ratios(question, groups, KL) if row["family"] == "replay"]
+    least, *_, most = sorted(row["mean"] for row in kl)
+    p = min(row["holm"] for row in kl)
+    assert (
+        f"the mismatch KL is {least:.2f} to {most:.2f} of that without, which three pairs do not tell apart (p {p:.2f})"
+        in PAGE
+    )
 
 
 def named(cell: str) -> str:
