@@ -4,6 +4,7 @@ import re
 import sys
 from statistics import fmean
 
+import pytest
 from figures import ADVICE, BENCHMARKS, RESULTS, read
 from pages import TEXTS
 from places import ROOT
@@ -171,11 +172,13 @@ def named(cell: str) -> str:
     return {"tis, sequences": "`tis` on sequences"}.get(name := cell.removeprefix("int8 "), f"`{name}`")
 
 
-def test_the_pilot_of_stage_3_outliers():
-    ((row,), _) = stored(RESULTS / "study-pilot-of-stage_3_outliers.json.xz")
-    (run,) = row["runs"]
-    began, ended = run["log"]["eval_accuracy"]["0"], run["log"]["final_accuracy"]["200"]
-    assert f"It went from {began:.3f} to {ended:.3f} (" in PAGE and ended - began > 0.08 and run["seed"] == 100
+@pytest.mark.parametrize("name", ["stage_3_outliers", "asynchronous"])
+def test_pilots_that_fixed_a_learning_rate(name):
+    rows, _ = stored(RESULTS / f"study-pilot-of-{name}.json.xz")
+    (run,) = next(row["runs"] for row in rows if row["name"] == "full precision")
+    began, (ended,) = run["log"]["eval_accuracy"]["0"], run["log"]["final_accuracy"].values()
+    told = f"It went from {began:.3f} to {ended:.3f} ([raw](results/study-pilot-of-{name}.json.xz)"
+    assert told in PAGE and ended - began > 0.08 and run["seed"] == 100
 
 
 def test_the_pilot_of_stage_3_text():
