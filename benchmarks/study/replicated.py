@@ -54,11 +54,10 @@ SPREAD_STAGED = STAGED[1] | {"outliers": 128}
 STAGE_3 = {name: {"is_correction": name} for name in ("tis", "none", "coupled", "ais", "icepop", "cis")}
 STAGE_3["tis, sequences"] = {"is_correction": "tis", "importance_sampling_level": "sequence"}
 # Two updates a generation, in the precision and with the corrections of `words`
-RETOLD = REUSE | {"per_device_train_batch_size": 64, "draws": 8, "starts": 6, "told": 1}
+RETOLD = REUSE | {"draws": 8, "starts": 6, "told": 1}
 # Long rollouts of a weak model, as in the papers of Jet-RL and AIS: stories of 12 sums, and a model of 20M parameters
 LONG_TOLD = RETOLD | dict(zip(("hidden_size", "num_hidden_layers"), SHAPES[1], strict=True))
 LONG_TOLD |= {"told": 12, "num_iterations": 1, "max_steps": 60, "evaluations": 3, "use_vllm": True}
-LONG_TOLD["per_device_train_batch_size"] = 128
 IN_WORDS = ("tis", "none", "coupled", "acr", "ais", "cis")
 # `routing`'s mixtures in INT4, where most tokens are rerouted
 JUMPING = tuple(product(("tis", "cis", "none"), (True, False)))

@@ -194,3 +194,11 @@ def test_the_pilot_of_stage_3_text():
     )
     told = f"from {began.pop():.3f} to {slow:.3f} with lr 1e-4, to {medium:.3f} with 2e-4 and to {fast:.3f} with 4e-4"
     assert f"{told}, and MXFP4 with `none` to {mxfp4:.4f}" in PAGE and not began
+    rows, _ = stored(RESULTS / "study-second-pilot-of-stage_3_text.json.xz")
+    logs = {row["name"]: run["log"] for row in rows for run in row["runs"]}
+    (more,), (longer,) = (
+        logs[f"full precision, {name}"]["final_accuracy"].values() for name in ("128 completions", "200 steps")
+    )
+    began = {log["eval_accuracy"]["0"] for log in logs.values()}
+    told = f"from {began.pop():.3f} to {more:.3f} with 128 completions, and to {longer:.3f} with 64 in 200 steps"
+    assert told in PAGE and not began
