@@ -28,12 +28,14 @@ from vllm.distributed import parallel_state
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 
+from trl_quant.config.checks.rule import refusal
 from trl_quant.models.families import GATES, HEAD, ROUTERS, number_of_experts
 from trl_quant.models.linears import unquantized_linears
 from trl_quant.precisions import PRECISIONS
 from trl_quant.rollout import VLLMEngine
 from trl_quant.rollout.verify.rows import check_sequences
 from trl_quant.rollout.verify.self_check import Reference, mean_difference
+from trl_quant.rollout.vllm.attention import check_cpu_kernels
 from trl_quant.rollout.vllm.own_class import keeping_classes, take_subclasses
 from trl_quant.storage.layout import quantize_checkpoint
 
@@ -128,7 +130,14 @@ def update(model, seed: int, size: float = 0.02) -> None:
                 param.add_(torch.randn(param.shape, generator=generator).to(param), alpha=size)
 
 
+def require_kernels(model) -> None:
+    """Skips a test of a model for which vLLM has no kernels on this CPU; runs are refused in the same words."""
+    if missing := refusal(check_cpu_kernels, model.config):
+        pytest.skip(missing)
+
+
 def engine(model, precision: str, processor=None, **options) -> VLLMEngine:
+    require_kernels(model)
     settings = {
         "mode": "colocate",
         "max_model_length": 512,

@@ -31,7 +31,7 @@ FOREIGN = {
     "torch/_meta_registrations.py": "_flash_attention_backward _flash_attention_forward _int_mm",
     "torch/_dynamo/__init__.py": "_dynamo",
     "torch/_dynamo/eval_frame.py": "_orig_mod",
-    "torch/cpu/__init__.py": "_is_amx_tile_supported _is_avx512_supported",
+    "torch/cpu/__init__.py": "_is_amx_tile_supported _is_avx512_bf16_supported _is_avx512_supported",
     "torch/nn/modules/module.py": "_forward_hooks _forward_pre_hooks _modules _parameters",
     "torch/nn/parallel/distributed.py": "_ddp_params_and_buffers_to_ignore",
     "torch/utils/_python_dispatch.py": "_python_dispatch",

@@ -337,7 +337,8 @@ def test_drafts_that_are_always_accepted_are_found(sampler, monkeypatch):
             start += count
         return rows
 
-    monkeypatch.setattr(sampler, "settings", replace(sampler.settings, temperature=0.4))
+    # At 0.4 and above the tokens of so small a model vary too much for 512 of them to show it each time
+    monkeypatch.setattr(sampler, "settings", replace(sampler.settings, temperature=0.2))
     check_speculation(sampler)
     monkeypatch.setattr(rejection_sampler, "rejection_sample", accepting)
     with pytest.raises(RuntimeError, match=r"log-probabilities of 512 sampled tokens are the policy's, but the tokens"):
@@ -436,8 +437,10 @@ def test_unfinished_completions_go_on(sampler, monkeypatch):
     rows = zip(early.token_ids, early.logps, early.ended, whole.token_ids, whole.logps, strict=True)
     for ids, logps, ended, all_ids, all_logps in rows:
         assert ids == all_ids[: len(ids)] and logps == all_logps[: len(ids)] and (not ended or ids == all_ids)
-    rest = drawn(sampler, [Request(ids, sampled=found) for ids, found in zip(apart, early.token_ids)], **options)
-    assert max(len(a) + len(b) for a, b in zip(early.token_ids, rest.token_ids, strict=True)) <= 40
+    left = [(ids, found) for ids, found, ended in zip(apart, early.token_ids, early.ended, strict=True) if not ended]
+    rest = drawn(sampler, [Request(ids, sampled=found) for ids, found in left], **options)
+    lengths = [len(found) + len(ids) for (_, found), ids in zip(left, rest.token_ids, strict=True)]
+    assert max(lengths) <= 40 and all(rest.ended or [True])
 
 
 # Counts

@@ -4,6 +4,7 @@ the projections of linear attention, and the self-check finds a state's paramete
 """
 
 import sys
+from itertools import product
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM
 pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm import LLM
 from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
-from vllm_engines import COLOCATED, MEMORY, SMALL, engine, fresh, greedy, keep, policy, update
+from vllm_engines import COLOCATED, MEMORY, SMALL, engine, fresh, greedy, keep, policy, require_kernels, update
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.cli import main as command
@@ -27,7 +28,7 @@ from trl_quant.models.linears import linears
 from trl_quant.models.names import clean_name
 from trl_quant.rollout import RolloutNoise
 from trl_quant.rollout.vllm import adapter, kernel_checks
-from trl_quant.rollout.vllm.attention import check_head_size
+from trl_quant.rollout.vllm.attention import check_cpu_kernels
 from trl_quant.rollout.vllm.server import serve_command
 from trl_quant.rollout.vllm.support import check_architecture, outside_decoder
 
@@ -199,8 +200,9 @@ def test_grpo_trains_a_hybrid(tmp_path):
         max_completion_length=16,
         learning_rate=1e-3,
     )
-    path = policy(tmp_path / "model", family="qwen3_5_text").name_or_path
-    trainer = make(QuantGRPOTrainer, args, model=path)
+    given = policy(tmp_path / "model", family="qwen3_5_text")
+    require_kernels(given)
+    trainer = make(QuantGRPOTrainer, args, model=given.name_or_path)
     keep(trainer)
     trainer.train()
     logged = [entry["mismatch/abs_logp_diff"] for entry in trainer.state.log_history if "loss" in entry]
@@ -221,10 +223,25 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("sizes", "wrong"), [((64, 64), None), ((128, 128), None), ((32, 32), 32), ((64, 96), 96)])
-def test_heads_that_vllms_cpu_kernel_lacks_are_refused(sizes, wrong):
+def test_heads_that_vllms_cpu_kernel_lacks_are_refused(sizes, wrong, monkeypatch):
     """Before the start: the kernel says so at the first sample."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     model = tiny_model("qwen3_5_text", linear_key_head_dim=sizes[0], linear_value_head_dim=sizes[1])
-    said = refusal(check_head_size, model.config)
+    said = refusal(check_cpu_kernels, model.config)
     assert (said is None) == (wrong is None)
     if wrong is not None:
         assert f"heads of linear attention have {wrong} dimensions; on a CPU vLLM has kernels for 64, 128" in said
+
+
+def test_a_cpu_whose_kernels_of_hybrids_fail_is_refused(monkeypatch, tmp_path):
+    """It packs convolutions for products of BF16, and has not the tiles that linear attention takes."""
+    for packs, tiles in product((True, False), repeat=2):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda packs=packs: packs)
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda tiles=tiles: tiles)
+        for family in ("qwen3_5_text", "qwen3_next", "falcon_h1", "qwen3"):
+            said = refusal(check_cpu_kernels, tiny_model(family).config)
+            assert (said is not None) == (family != "qwen3" and packs and not tiles), (family, packs, tiles)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    args = config(QuantGRPOConfig, tmp_path / "out", **COLOCATED, rollout_precision="bf16")
+    with pytest.raises(ValueError, match=r"no AMX, where vLLM's kernels for hybrids fail.*`use_vllm=False`"):
+        make(QuantGRPOTrainer, args, model=policy(tmp_path / "model", family="qwen3_5_text").name_or_path)

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoProcessor
 pytest.importorskip("vllm", reason="vLLM is not installed")
 from pictured import PICTURES, asked, greedy_pictured, methods, outside_of_text
 from speculating import DRAFTING
-from vllm_engines import SMALL, engine, keep, update
+from vllm_engines import SMALL, engine, keep, require_kernels, update
 
 from trl_quant.cli import main
 from trl_quant.precisions import PRECISIONS
@@ -217,7 +217,9 @@ def pictured_trainer(path, output, **given):
 @pytest.mark.parametrize("family", rest_is_long(WITH_IMAGES, "qwen2_5_vl"))
 def test_grpo_trains_with_images(tmp_path, family):
     """Each step is checked with an image; the gradient moves tower and text."""
-    trainer = pictured_trainer(save_reader(tmp_path / "model", family), tmp_path / "out", max_steps=2)
+    path = save_reader(tmp_path / "model", family)
+    require_kernels(load_reader(path)[0])
+    trainer = pictured_trainer(path, tmp_path / "out", max_steps=2)
     start = {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
     trainer.train()
     logged = [entry for entry in metrics(trainer) if "mismatch/abs_logp_diff" in entry]

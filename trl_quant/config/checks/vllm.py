@@ -11,7 +11,7 @@ from ...precisions import in_vllm
 from ...reading import reading
 from ...rollout.sampling_options import biasing_options, not_taken
 from ...rollout.verify.kv_cache import CACHE_FORMATS, UNQUANTIZED
-from ...rollout.vllm.attention import check_head_size
+from ...rollout.vllm.attention import check_cpu_kernels
 from ...rollout.vllm.support import (
     RESERVED,
     SET_BY_TRL,
@@ -319,7 +319,7 @@ RULES = (
     ),
     Rule(
         ("use_vllm",),
-        when=lambda run: _samples_here(run) and refusal(check_head_size, run.config),
+        when=lambda run: _samples_here(run) and refusal(check_cpu_kernels, run.config),
         message="{found}",
         needs="start",
     ),

@@ -23,13 +23,24 @@ def _head_size(config: PreTrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def check_head_size(config: PreTrainedConfig) -> None:
-    """Raises `ValueError` on a CPU for a head size that vLLM's CPU kernels lack."""
+def check_cpu_kernels(config: PreTrainedConfig) -> None:
+    """
+    Raises `ValueError` on a CPU for a head size that vLLM's CPU kernels lack, and for a hybrid on one whose kernels of
+    linear attention fail.
+    """
     from vllm.platforms import current_platform
 
     text = config.get_text_config()
     if not current_platform.is_cpu():
         return
+    packs_convolutions = torch.cpu._is_avx512_bf16_supported()
+    if text.model_type in families_with("recurrent") and packs_convolutions and not torch.cpu._is_amx_tile_supported():
+        raise ValueError(
+            "This CPU has AVX-512 for BF16 and no AMX, where vLLM's kernels for hybrids fail: of Qwen3.5's linear "
+            "attention it says 'BFloat16 Brgemm VNNI format is only supported on X64 when oneDNN ukernel is enabled "
+            "and `amx` is supported', and a synced engine of Falcon-H1 does not equal a new one. Set `use_vllm=False` "
+            "for the embedded engine."
+        )
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     sizes = CPUAttentionBackend.get_supported_head_sizes()
