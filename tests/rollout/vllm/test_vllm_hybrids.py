@@ -132,6 +132,22 @@ def test_a_stale_part_of_linear_attention_is_found(sampler, part):
     assert sampler.differing_weight() is None
 
 
+def test_a_stale_convolution_is_found(tmp_path):
+    """Of Falcon-H1, where a CPU packs its weights too."""
+    built = engine(
+        policy(tmp_path, family="falcon_h1", tied=False), "int8", engine_kwargs=SMALL | UNCACHED["falcon_h1"]
+    )
+    built.sync()
+    before = {name: tensor.clone() for name, tensor in built.policy_stream() if name.endswith("conv1d.weight")}
+    name = next(iter(before))
+    with torch.no_grad():
+        built.model.get_parameter(name).mul_(1.25)
+    sync_changed(built, lambda tensors: tensors | before)
+    assert built.differing_weight() == name
+    sync_changed(built, dict)
+    assert built.differing_weight() is None
+
+
 def test_gates_and_convolutions_keep_their_type(sampler, monkeypatch):
     (layers,) = sampler.llm.apply_model(adapter.linear_layers)
     kept = {name for name, layer in layers.items() if type(layer.quant_method).__name__ == "UnquantizedLinearMethod"}
@@ -233,15 +249,16 @@ def test_heads_that_vllms_cpu_kernel_lacks_are_refused(sizes, wrong, monkeypatch
         assert f"heads of linear attention have {wrong} dimensions; on a CPU vLLM has kernels for 64, 128" in said
 
 
-def test_a_cpu_whose_kernels_of_hybrids_fail_is_refused(monkeypatch, tmp_path):
-    """It packs convolutions for products of BF16, and has not the tiles that linear attention takes."""
+def test_a_cpu_whose_kernels_of_linear_attention_fail_is_refused(monkeypatch, tmp_path):
+    """vLLM's kernels for products of BF16 in AVX-512 take AMX's tiles there, too, and crash without them."""
     for packs, tiles in product((True, False), repeat=2):
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda packs=packs: packs)
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda tiles=tiles: tiles)
         for family in ("qwen3_5_text", "qwen3_next", "falcon_h1", "qwen3"):
             said = refusal(check_cpu_kernels, tiny_model(family).config)
-            assert (said is not None) == (family != "qwen3" and packs and not tiles), (family, packs, tiles)
+            fails = family in ("qwen3_5_text", "qwen3_next") and packs and not tiles
+            assert (said is not None) == fails, (family, packs, tiles)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     args = config(QuantGRPOConfig, tmp_path / "out", **COLOCATED, rollout_precision="bf16")
-    with pytest.raises(ValueError, match=r"no AMX, where vLLM's kernels for hybrids fail.*`use_vllm=False`"):
+    with pytest.raises(ValueError, match="no AMX, where vLLM cannot compute the policy's linear attention"):
         make(QuantGRPOTrainer, args, model=policy(tmp_path / "model", family="qwen3_5_text").name_or_path)

@@ -25,28 +25,26 @@ def _head_size(config: PreTrainedConfig) -> int:
 
 def check_cpu_kernels(config: PreTrainedConfig) -> None:
     """
-    Raises `ValueError` on a CPU for a head size that vLLM's CPU kernels lack, and for a hybrid on one whose kernels of
-    linear attention fail.
+    Raises `ValueError` on a CPU for a head size that vLLM's CPU kernels lack, and on one whose kernels of linear
+    attention fail for a policy that has it.
     """
     from vllm.platforms import current_platform
 
     text = config.get_text_config()
     if not current_platform.is_cpu():
         return
-    packs_convolutions = torch.cpu._is_avx512_bf16_supported()
-    if text.model_type in families_with("recurrent") and packs_convolutions and not torch.cpu._is_amx_tile_supported():
-        raise ValueError(
-            "This CPU has AVX-512 for BF16 and no AMX, where vLLM's kernels for hybrids fail: of Qwen3.5's linear "
-            "attention it says 'BFloat16 Brgemm VNNI format is only supported on X64 when oneDNN ukernel is enabled "
-            "and `amx` is supported', and a synced engine of Falcon-H1 does not equal a new one. Set `use_vllm=False` "
-            "for the embedded engine."
-        )
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     sizes = CPUAttentionBackend.get_supported_head_sizes()
     has_latent_attention = getattr(text, "kv_lora_rank", None)  # it has other kernels
     wrong = [] if has_latent_attention else [("heads", _head_size(config), sizes)]
-    linear = (getattr(text, f"linear_{kind}_head_dim", None) for kind in ("key", "value"))
+    linear = [getattr(text, f"linear_{kind}_head_dim", None) for kind in ("key", "value")]
+    if any(linear) and torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported():
+        raise ValueError(
+            "This CPU has AVX-512 for BF16 and no AMX, where vLLM cannot compute the policy's linear attention. It "
+            "says 'BFloat16 Brgemm VNNI format is only supported on X64 when oneDNN ukernel is enabled and `amx` is "
+            "supported'. Set `use_vllm=False` for the embedded engine."
+        )
     wrong += [("heads of linear attention", size, LINEAR_HEADS) for size in linear if size is not None]
     for kind, size, allowed in wrong:
         if size not in allowed:

@@ -15,6 +15,7 @@ from .adapter import decoder_in_vllm, linear_layers, places
 
 
 CONVOLUTION = ".conv1d"  # of a hybrid, which vLLM holds in a linear layer
+UNPACKED = "_cpu_unpacked_conv_weight"  # its weights (channels, width), where a CPU packs them for products of BF16
 
 
 def check_kernels(model: nn.Module, precision: str, layers: Iterable[str]) -> str:

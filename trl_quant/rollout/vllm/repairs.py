@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from vllm.model_executor.utils import set_weight_attrs
 
 from .adapter import linear_layers
-from .kernel_checks import method_of
+from .kernel_checks import UNPACKED, method_of
 
 
 def keep_onednn_scales(model: nn.Module) -> None:
@@ -118,6 +118,17 @@ def refresh_tied_head(model: nn.Module) -> None:
         head = getattr(head, "base_layer", head)
         if head is not None and head.weight.is_cpu and _is_tied(language_model):
             head.quant_method.process_weights_after_loading(head)
+
+
+def refresh_convolutions(model: nn.Module) -> None:
+    """
+    Gives Mamba's layers the weights of their convolution again. A CPU with products of BF16 packs those, and vLLM 0.31
+    computes with the unpacked ones that it loaded first, which a reload misses.
+    """
+    for layer in model.modules():
+        loaded = getattr(getattr(layer, "conv1d", None), UNPACKED, None)
+        if loaded is not None and hasattr(layer, "conv_weights"):
+            layer.conv_weights.copy_(loaded)
 
 
 def _is_tied(model: nn.Module) -> bool:

@@ -19,7 +19,7 @@ from ..tensors import default_dtype
 from . import loading  # noqa: F401, which registers the model loader
 from .experts import check_experts, repack_experts
 from .kernel_checks import quantized_outside
-from .repairs import keep_onednn_scales, kernel_state, refresh_tied_head, restore_kernel_state
+from .repairs import keep_onednn_scales, kernel_state, refresh_convolutions, refresh_tied_head, restore_kernel_state
 from .support import require_nccl
 from .worker import WeightComparison, kv_caches, loading_with, without_warnings
 
@@ -72,6 +72,7 @@ class ReloadBracket:
         with default_dtype(self.model_config.dtype), without_warnings():  # a sync sends only what has changed
             super().finish_weight_update()
             refresh_tied_head(self.model)
+            refresh_convolutions(self.model)
             repack_experts(self.model, self._received)
         restore_kernel_state(self._state)
 

@@ -20,8 +20,8 @@ from ..tensors import default_dtype
 from ..verify.kv_cache import CACHE_FORMATS, UNQUANTIZED, KVCache
 from .adapter import names_in_vllm, places
 from .experts import ExpertsCheck, repack_experts
-from .kernel_checks import CONVOLUTION
-from .repairs import kernel_state, refresh_tied_head, restore_kernel_state
+from .kernel_checks import CONVOLUTION, UNPACKED
+from .repairs import kernel_state, refresh_convolutions, refresh_tied_head, restore_kernel_state
 
 
 RELOAD = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
@@ -80,6 +80,7 @@ def reload(worker, stream: Iterable[tuple[str, Tensor]], is_whole: bool = True) 
     with loading_with(model, load_and_record), default_dtype(worker.vllm_config.model_config.dtype), told:
         worker.reload_weights(weights_iterator=noting_names())
         refresh_tied_head(model)
+        refresh_convolutions(model)
         repack_experts(model, received)
     restore_kernel_state(state)
     if not is_whole:
@@ -208,7 +209,8 @@ def _differing_biases(model: nn.Module, biases: dict[str, Tensor]) -> list[str]:
 def _differing_rows(model: nn.Module, weights: dict[str, Tensor], dtype: torch.dtype) -> list[str]:
     """
     Returns the names of the `weights`, of the policy's layers that keep their type, that differ from their rows in
-    vLLM's layers. Those that a CPU packs, that ranks divide or that have an adapter beside them are not compared.
+    vLLM's layers. Those of linear layers that a CPU packs, that ranks divide or that have an adapter beside them are
+    not compared.
     """
     different = []
     for name, place in places(model, weights).items():
@@ -216,7 +218,9 @@ def _differing_rows(model: nn.Module, weights: dict[str, Tensor], dtype: torch.d
             continue
         (layer, parts), tensor = place, weights[name]
         sizes = layer.output_partition_sizes
-        rows = layer.weight[sum(sizes[: parts.start]) : sum(sizes[: parts.stop])]
+        unpacked = getattr(layer, UNPACKED, None)
+        held = layer.weight if unpacked is None else unpacked.unsqueeze(1)
+        rows = held[sum(sizes[: parts.start]) : sum(sizes[: parts.stop])]
         if rows.shape == tensor.shape and not _are_same(rows, tensor, dtype):
             different.append(f"{name}.weight")
     return different
