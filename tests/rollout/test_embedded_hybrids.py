@@ -129,8 +129,12 @@ def run(path, family, **settings):
     ],
 )
 def test_grpo_trains_each_tensor(family, settings, least, most, tmp_path):
+    """On some CPUs a last bit moves a code in a mixture, which shows by a token that takes another expert."""
     entries, moved, start = run(tmp_path, family, **settings)
-    assert len(entries) == 2 and all(least <= entry["mismatch/abs_logp_diff"] < most for entry in entries)
+    rerouted = [entry.get("routing/differs", 0) for entry in entries]
+    assert len(entries) == 2 and max(rerouted) < 0.05
+    for entry, share in zip(entries, rerouted, strict=True):
+        assert least <= entry["mismatch/abs_logp_diff"] < (most if share == 0 else 0.01)
     assert {name for name in start if "expert" not in name} <= moved
 
 
