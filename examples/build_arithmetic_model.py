@@ -272,7 +272,7 @@ def build_model(
 def stream(
     args: BuildArguments, seed: int, shortest: int = 1, held_out: bool = False
 ) -> Iterator[Problem | Division | Search | WordProblem | Story]:
-    """What the model is taught and asked; divisions and stories of `shortest` problems and more."""
+    """Yields what the model is taught and asked. Divisions and stories have at least `shortest` problems."""
     if args.word_problems:
         return word_problems(args.word_problems, seed, args.known)
     if args.countdown:
@@ -299,7 +299,7 @@ def prompts(args: BuildArguments, seed: int, count: int, held_out: bool) -> Data
 
 
 def taught(args: BuildArguments) -> Iterator[Problem | Division | Search | WordProblem | Story]:
-    """What the model is taught, in this order: divisions and stories of all lengths up to one that grows."""
+    """Yields what the model is taught, in this order. The longest division or story grows as teaching goes on."""
     source = stream(args, args.seed)
     for count in itertools.count():
         problem, longest = next(source), 2 + count // (args.batch_size * STEPS_PER_QUOTIENT)

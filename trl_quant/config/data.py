@@ -67,7 +67,7 @@ def check_evaluated(args, eval_dataset, environments=None) -> None:
 
 
 def _check_rows(name: str, args, dataset: Dataset | IterableDataset, environments) -> None:
-    # What an asynchronous trainer dispatches is samples
+    # An asynchronous trainer dispatches samples, and not the rows of its dataset
     dispatched = args.accelerator_config.dispatch_batches and not args.is_asynchronous
     if isinstance(dataset, IterableDataset) and dispatched:
         raise ValueError(

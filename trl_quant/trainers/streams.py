@@ -101,8 +101,8 @@ class DrawnRows(TrainerCallback):
 
     def check(self, rows: list[dict], name: str | None = None) -> None:
         """
-        Raises `ValueError` for a generation's row without a prompt, or without a column that a reward reads. `name` is
-        that of the dataset; `None` goes by whether the policy is in training.
+        Raises `ValueError` for a generation's row without a prompt, or without a column that a reward reads. The error
+        calls the dataset `name`; without it, `eval_dataset` while the policy is being evaluated.
         """
         trainer = self.trainer
         self.count += 1

@@ -119,17 +119,21 @@ def test_an_adapter_beside_its_base(family, tmp_path):
         assert (product - expected).norm() < 1e-2 * expected.norm(), name
 
 
+def assert_stale_is_found(built, part: str) -> None:
+    before = {name: tensor.clone() for name, tensor in built.policy_stream() if name.endswith(part)}
+    (name,) = before
+    with torch.no_grad():
+        built.model.get_parameter(name).mul_(1.25)
+    sync_changed(built, lambda tensors: tensors | before)
+    assert built.differing_weight() == name
+    sync_changed(built, dict)
+    assert built.differing_weight() is None
+
+
 @pytest.mark.parametrize("part", ["A_log", "dt_bias", "conv1d.weight", "in_proj_b.weight", "linear_attn.norm.weight"])
 def test_a_stale_part_of_linear_attention_is_found(sampler, part):
     """INT8 on some CPUs is so coarse that a text says nothing of one of them. Its bits do."""
-    before = {name: tensor.clone() for name, tensor in sampler.policy_stream() if name.endswith(part)}
-    (name,) = before
-    with torch.no_grad():
-        sampler.model.get_parameter(name).mul_(1.25)
-    sync_changed(sampler, lambda tensors: tensors | before)
-    assert sampler.differing_weight() == name
-    sync_changed(sampler, dict)
-    assert sampler.differing_weight() is None
+    assert_stale_is_found(sampler, part)
 
 
 def test_a_stale_convolution_is_found(tmp_path):
@@ -138,14 +142,7 @@ def test_a_stale_convolution_is_found(tmp_path):
         policy(tmp_path, family="falcon_h1", tied=False), "int8", engine_kwargs=SMALL | UNCACHED["falcon_h1"]
     )
     built.sync()
-    before = {name: tensor.clone() for name, tensor in built.policy_stream() if name.endswith("conv1d.weight")}
-    name = next(iter(before))
-    with torch.no_grad():
-        built.model.get_parameter(name).mul_(1.25)
-    sync_changed(built, lambda tensors: tensors | before)
-    assert built.differing_weight() == name
-    sync_changed(built, dict)
-    assert built.differing_weight() is None
+    assert_stale_is_found(built, "layers.0.mamba.conv1d.weight")
 
 
 def test_gates_and_convolutions_keep_their_type(sampler, monkeypatch):
