@@ -28,8 +28,14 @@ def multiply(
     return (y if bias is None else y + bias.double()).to(out_dtype)
 
 
+def keep_weight(layer, remove_weight: bool) -> None:
+    """For `dispatch_cpu_unquantized_gemm`, which packs the weight where oneDNN has products of BF16."""
+    layer.cpu_linear = torch.nn.functional.linear
+
+
 def cutlass_on_cpu(monkeypatch) -> None:
-    """Has vLLM run INT8 with CUTLASS's layers on a CPU."""
+    """Has vLLM run INT8 with CUTLASS's layers on a CPU, and hold the other linear layers as on a GPU."""
+    monkeypatch.setattr("vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm", keep_weight)
     monkeypatch.setattr(ops, "scaled_int8_quant", quantize)
     monkeypatch.setattr(ops, "cutlass_scaled_mm", multiply)
     supported = classmethod(lambda cls, capability=None: (True, None))
