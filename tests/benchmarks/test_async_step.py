@@ -1,9 +1,7 @@
 """`benchmarks/async_step.py`: what counts as an update, and which servers it names."""
 
 import json
-import os
 import re
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 import file_transfer
-from servers import FILES, PROCESSED, serve, use_files, wait_for
+from servers import serving, use_files
 
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -117,12 +115,8 @@ def test_updates_on_samples_of_a_server(async_step, tmp_path, monkeypatch, capsy
     async_step.main(["--policy", str(policy), "--tokenizer", str(words)])
     use_files(monkeypatch)
     monkeypatch.setattr(file_transfer, "FILE", tmp_path / "weights.pt")
-    process, url = serve(policy, *PROCESSED, *FILES, file=tmp_path / "weights.pt")
-    try:
-        wait_for(process, url)
+    with serving(policy, file=tmp_path / "weights.pt") as (url, _):
         async_step.main(["--policy", str(policy), "--trainer", "bf16", "--server", url, "--steps", "4"])
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
     found = json.loads(re.findall(r"\{.*\}", capsys.readouterr().out)[-1])
     assert found["trainer"] == "bf16" and len(found["seconds"]) == len(found["age"]) == 3
     assert all(0 <= waited < seconds for waited, seconds in zip(found["waited"], found["seconds"], strict=True))

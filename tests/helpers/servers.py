@@ -1,10 +1,13 @@
 """Real vLLM servers for the tests, in processes of their own, to which weights travel in files."""
 
 import os
+import signal
 import socket
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 
 import file_transfer
@@ -58,6 +61,22 @@ def wait_for(process: warm.Popen, url: str) -> None:
         except OSError:
             time.sleep(0.2)
     raise TimeoutError(url)
+
+
+@contextmanager
+def serving(model, *flags: str, file="") -> Iterator[tuple[str, int]]:
+    """
+    Context of a server that has started and gets weights in `file` (default: the model's path and `.pt`): its url and
+    the group of its processes, which may have ended.
+    """
+    process, url = serve(model, *PROCESSED, *FILES, *flags, file=file or f"{model}.pt")
+    try:
+        wait_for(process, url)
+        yield url, process.pid
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,6 @@ As a script, one of the two ranks.
 
 import json
 import os
-import signal
 import sys
 from collections import Counter
 from contextlib import contextmanager, nullcontext
@@ -67,18 +66,12 @@ def test_groups_travel_whole(ranks, case):
 @contextmanager
 def server_of(model: Path, monkeypatch):
     """Context of a server that gets the weights in a file, of which the ranks are told by `monkeypatch`."""
-    from servers import FILES, PROCESSED, serve, wait_for
+    from servers import serving
 
-    file = f"{model}.pt"
-    process, url = serve(model, *PROCESSED, *FILES, file=file)
-    monkeypatch.setenv("FILE_TRANSFER", file)
-    monkeypatch.setenv("SERVER_URL", url)
-    try:
-        wait_for(process, url)
+    with serving(model) as (url, _):
+        monkeypatch.setenv("FILE_TRANSFER", f"{model}.pt")
+        monkeypatch.setenv("SERVER_URL", url)
         yield
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)  # its engine is a process of the same group
-        process.wait(30)
 
 
 @pytest.mark.long

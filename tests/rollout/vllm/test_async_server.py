@@ -8,7 +8,6 @@ import copy
 import os
 import signal
 import time
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +19,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 import file_transfer
 from asynchronous import asynchronous, logps_of, noted
 from ranks import on_two_ranks, results
-from servers import FILES, PROCESSED, WIDE, files_in_place_of_nccl, serve, wait_for
+from servers import WIDE, files_in_place_of_nccl, serving
 from tiny import save_tiny
 from transformers import AutoModelForCausalLM, TrainerCallback
 from turns import calling_tokenizer, conversations, note, spread_of_messages
@@ -43,14 +42,8 @@ def server(tmp_path_factory):
     """For all tests, in their order: the last one kills it."""
     model = save_tiny(tmp_path_factory.mktemp("beside") / "model", dtype=torch.bfloat16)
     prepared = str(quantize_checkpoint(model, f"{model}-int8", "int8"))
-    process, url = serve(prepared, *PROCESSED, *FILES, *WIDE[:2], file=f"{model}.pt")
-    try:
-        wait_for(process, url)
-        yield SimpleNamespace(model=model, url=url, send=lambda number: os.killpg(process.pid, number))
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(30)
+    with serving(prepared, *WIDE[:2], file=f"{model}.pt") as (url, group):
+        yield SimpleNamespace(model=model, url=url, send=lambda number: os.killpg(group, number))
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ import file_transfer
 import requests
 from accelerate import Accelerator
 from remembering import assert_goes_on, in_flight, returned
-from servers import FILES, PROCESSED, files_in_place_of_nccl, serve, trainer_of, wait_for
+from servers import files_in_place_of_nccl, serving, trainer_of
 from tiny import save_tiny, tiny_tokenizer
 from training import Killed, killing, metrics
 from transformers import AutoModelForCausalLM
@@ -45,13 +45,8 @@ SOON = Request(PROMPTS[-1], sampled=[5] * (MOST - 1))  # ends with its next toke
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     model = str(save_tiny(tmp_path_factory.mktemp("early") / "model", dtype=torch.bfloat16))
-    process, url = serve(model, *PROCESSED, *FILES, file=f"{model}.pt")
-    try:
-        wait_for(process, url)
-        yield SimpleNamespace(model=model, url=url, pid=process.pid)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)  # its engine is a process of the same group
-        process.wait(30)
+    with serving(model) as (url, pid):
+        yield SimpleNamespace(model=model, url=url, pid=pid)
 
 
 @pytest.fixture

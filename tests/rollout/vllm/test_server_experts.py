@@ -15,7 +15,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 import file_transfer
 from accelerate import Accelerator
 from peft import LoraConfig
-from servers import FILES, PROCESSED, behind, serve, use_files, wait_for
+from servers import behind, serving, use_files
 from tampering import of_expert, sync_changed
 from tiny import MIXTURES, tiny_tokenizer
 from training import trainer_for
@@ -42,16 +42,10 @@ def server(request, tmp_path_factory):
             bias.copy_(torch.tensor([0.3, -0.2, 0.0, 0.1]))
             bias[UNREACHED] = -10.0  # a token's scores lie between 0 and 1
     model.save_pretrained(path)
-    process, url = serve(path, *PROCESSED, *FILES, file=f"{path}.pt")
-    try:
-        wait_for(process, url)
-        with pytest.MonkeyPatch.context() as patch:
-            use_files(patch)
-            patch.setattr(file_transfer, "FILE", Path(f"{path}.pt"))
-            yield SimpleNamespace(model=model, url=url)
-    finally:
-        process.terminate()
-        process.wait(30)
+    with serving(path) as (url, _), pytest.MonkeyPatch.context() as patch:
+        use_files(patch)
+        patch.setattr(file_transfer, "FILE", Path(f"{path}.pt"))
+        yield SimpleNamespace(model=model, url=url)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from transformers import AutoProcessor
 pytest.importorskip("vllm", reason="vLLM is not installed")
 import file_transfer
 from datasets import Dataset
-from servers import FILES, PROCESSED, files_in_place_of_nccl, serve, wait_for
+from servers import files_in_place_of_nccl, serving
 
 from trl_quant.rollout.vllm.serving import images_flag
 
@@ -24,13 +24,8 @@ assert files_in_place_of_nccl
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     path = save_reader(tmp_path_factory.mktemp("server") / "model", "qwen3_vl")
-    process, url = serve(path, *PROCESSED, *FILES, *images_flag().split(), file=f"{path}.pt")
-    try:
-        wait_for(process, url)
+    with serving(path, *images_flag().split()) as (url, _):
         yield path, url
-    finally:
-        process.terminate()
-        process.wait(30)
 
 
 def test_grpo_trains_with_images(served, tmp_path, monkeypatch):

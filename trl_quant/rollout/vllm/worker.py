@@ -156,6 +156,8 @@ class WeightComparison:
                 continue
             ((_, vllm_name),) = names_in_vllm(self.model, [module])
             held, layer = self._params.get(f"{vllm_name}.{kind}"), self._layers.get(vllm_name)
+            if kind == "A_log" and held is None:  # of Mamba, in whose layers vLLM holds A itself
+                held, tensor = self._params.get(f"{vllm_name}.A"), -tensor.float().exp()
             if layer is None or isinstance(layer, LinearBase):
                 if kind == "bias":
                     self._biases[module] = tensor.clone()  # it may be part of a buffer that is received
