@@ -40,7 +40,7 @@ class DrawnRows(TrainerCallback):
 
     Attributes:
         environments: The `environment_factory`, from which prompts may come, or `None`.
-        given_rewards: The `reward_funcs`, as they were given.
+        rewards (`list[Callable]`): The `reward_funcs` that are functions.
         more_columns (`bool`): Whether environments or a `rollout_func` may add columns that rewards read.
         count (`int`): Generations drawn so far, in training and evaluation.
         start (`int`): The step at which the training began.
@@ -50,7 +50,9 @@ class DrawnRows(TrainerCallback):
     def __init__(self, trainer, given: dict):
         self.trainer, self.environments = trainer, given.get("environment_factory")
         self.has_turns = bool(given.get("tools")) or self.environments is not None
-        self.given_rewards = given.get("reward_funcs")
+        rewards = given.get("reward_funcs")
+        rewards = rewards if isinstance(rewards, list) else [rewards]
+        self.rewards = [reward for reward in rewards if callable(reward) and not isinstance(reward, Module)]
         self.more_columns = self.environments is not None or given.get("rollout_func") is not None
         self.count = self.start = self.passes = 0
         trainer.add_callback(self)
@@ -112,12 +114,10 @@ class DrawnRows(TrainerCallback):
             check_row(where, row, rows[0])
         if self.has_turns:
             check_conversation(f"{where},", rows[0])
-        if self.more_columns or not trainer.args.has_rewards:
+        if self.more_columns:
             return
-        given = self.given_rewards if isinstance(self.given_rewards, list) else [self.given_rewards]
-        for reward in getattr(trainer, "reward_funcs", given):  # TRL's asynchronous trainer keeps none
-            if not isinstance(reward, Module):
-                check_reward(reward, [*rows[0]], name)
+        for reward in self.rewards:
+            check_reward(reward, [*rows[0]], name)
 
     def check_trained(self) -> None:
         """Raises `ValueError` after a training that took no step, because its dataset gave no whole generation."""
