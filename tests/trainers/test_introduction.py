@@ -1,10 +1,12 @@
 """What a run says of itself: its first line, what it prints of a step, its model card."""
 
 import ast
+import re
 import warnings
 
 import pytest
 import training
+from places import ROOT
 from transformers import PrinterCallback, ProgressCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -175,6 +177,17 @@ def test_which_metrics_are_shown():
     left = ("mismatch/kl_k1", "eval_mismatch/entropy", "ais/alpha", "weights/x", "profiling/x", "noise/sigma")
     logs = dict.fromkeys([*kept, *left], 1.0)
     assert list(shown(logs)) == [*kept] and len(logs) == len(kept) + len(left)
+
+
+def test_the_page_says_which_metrics_are_shown():
+    """Those of its first table, and of its second one those of PPO's critic."""
+    _, first, second, *_ = (ROOT / "docs" / "metrics.md").read_text().split("\n## ")
+    told, others = (
+        {name for row in re.findall(r"^\| (`.*?) \|", table, re.M) for name in re.findall("`([^`]+)`", row)}
+        for table in (first, second)
+    )
+    assert len(told) == 4 and len(others) > 50
+    assert {*shown(dict.fromkeys(told | others, 1.0))} == told | {name for name in others if name.startswith("value/")}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 
 
 # Prefixes of this package's metrics. Of these, only metrics with a prefix in `PRINTED` are printed
-OURS = ("ais/", "dynamic_sampling/", "mismatch/", "noise/", "profiling/", "rollouts/", "sync_check/", "weights/")
+OURS = ("ais/", "dynamic_sampling/", "mismatch/", "noise/", "profiling/", "rollouts/", "routing/", "step_scaling/")
+OURS += ("sync_check/", "truncation/", "weights/")
 PRINTED = ("mismatch/kl_k3", "mismatch/ess_ratio", "mismatch/dropped_fraction", "sync_check/")
 
 
