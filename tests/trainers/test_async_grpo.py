@@ -1,18 +1,21 @@
 """The asynchronous trainer: TRL's without a precision, corrections against slow references at any age, and ages."""
 
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import reference
 import torch
-from asynchronous import asynchronous, given_samples, gradient_of_batch, logps_of, policy_gradient
+from asynchronous import Given, asynchronous, given_samples, gradient_of_batch, logps_of, policy_gradient
 from long_tests import rest_is_long
 from tiny import save_tiny, tiny_model
 from training import assert_same_run, generation, gradient_of, lora, parameters, trainer_for
 from trl.experimental.async_grpo import AsyncGRPOTrainer
+from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
 from trl_quant.corrections import CORRECTIONS
+from trl_quant.storage.run_checkpoints import read_rollout_state
 
 
 OF_THE_CLOCK = ("perf/", "sample/time", "sample/rollout_queue")
@@ -75,6 +78,37 @@ def near(trainer, samples) -> None:
     for i, (sample, logps) in enumerate(zip(samples, logps_of(trainer, samples), strict=True)):
         noise = torch.randn(logps.shape, generator=generator) * (0.02, 0.1, 0.4, 1.0)[i % 4]
         sample.old_log_probs[sample.completion_mask > 0] = (logps + noise).detach().numpy()
+
+
+class OfTRL(Given, AsyncRolloutWorker):
+    """Samples that are given, as those of TRL's own worker, whose place TRL writes into checkpoints."""
+
+    def __init__(self, samples):
+        Given.__init__(self, samples)
+        self._loop_kwargs = {"dataset_start_index": 0}
+
+    check_health, update_model_version = Given.check_health, Given.update_model_version
+    start, stop = Given.start, Given.stop
+
+
+@pytest.mark.parametrize("given", [{"is_correction": "tis"}, {}])
+def test_a_run_of_trls_worker_resumes(tmp_path, monkeypatch, given):
+    """Its checkpoint holds TRL's place in the data beside the record of the run."""
+    monkeypatch.setattr("asynchronous.Given", OfTRL)
+    saving = given | {"save_strategy": "steps", "save_steps": 2}
+    first = asynchronous(tmp_path, given_samples(8), max_steps=2, **saving)
+    first.train()
+    state, place = read_rollout_state(tmp_path / "checkpoint-2"), 4 if given else 6  # TRL fetches one ahead
+    assert state["prompt_index"] == place and state["runs"] == first.runs and state["settings"]
+    again = asynchronous(tmp_path, given_samples(8, version=4), model=first.model.name_or_path, max_steps=3, **saving)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 3 and again.rollout_worker._loop_kwargs["dataset_start_index"] == place
+    # That of TRL's own trainer holds no more than the place, and is one of the same settings as the defaults
+    (tmp_path / "checkpoint-2" / "rollout_state.json").write_text('{"prompt_index": 4, "model_version": 3}')
+    (tmp_path / "checkpoint-2" / "manifest.json").unlink()
+    again = asynchronous(tmp_path, given_samples(8, version=4), model=first.model.name_or_path, max_steps=3, **saving)
+    with pytest.raises(ValueError, match=r"'trl' -> 'tis'\.") if given else nullcontext():
+        again.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-2")
 
 
 @pytest.mark.parametrize("age", rest_is_long([0, 1, 3], 0, 3))

@@ -38,6 +38,8 @@ from conversing import (
 from tiny import tiny_tokenizer
 from turns import calling_tokenizer, conversations, note
 
+from trl_quant.config.lengths import Context
+
 
 # Tokens, masks, versions, log-probabilities
 
@@ -204,6 +206,20 @@ def test_the_turns_share_a_length(tmp_path):
         assert roles == ["assistant", "tool", "assistant"][: 2 * replies - 1]
         if room:
             assert sample.completion[-1]["content"] == ANSWER[:room]
+
+
+def test_a_conversation_ends_where_the_samplers_context_does(tmp_path, monkeypatch):
+    """The result of its call leaves no token of the context, or some."""
+    length = len(by_hand((ASKS, 0), (CALL + END, 1), (f"\n<|im_start|>tool\n3{END}\n{OPEN}", 0))[0])
+    for room, replies in ((9, 2), (0, 1)):
+        context = Context(length + room, "`--max-model-len`", True)
+        monkeypatch.setattr("trl_quant.trainers.checks.context_of", lambda *given, context=context: context)
+        trainer = speaking(tmp_path, tools=[add])
+        Chosen(trainer, lambda turns: (CALL, ANSWER)[turns])
+        begun(trainer)
+        (sample, *_) = taken(trainer)
+        roles = [message["role"] for message in sample.completion]
+        assert roles == ["assistant", "tool", "assistant"][: 2 * replies - 1]
 
 
 def test_the_calls_have_a_limit(tmp_path):

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import sys
 import time
 
 import numpy as np
@@ -255,10 +256,65 @@ def test_noise_is_drawn_for_each_version(tmp_path):
     trainer.train()
     sigmas, effective = logged(trainer, "noise/sigma"), logged(trainer, "noise/effective_sigma")
     # logged at the step whose samples it made: the first has none, and the later stages less than the earlier ones
-    assert sigmas[0] == 0 and sigmas[2] == 0.05 and sigmas[4] == 0.01
+    assert sigmas == [0, 0, 0.05, 0.05, 0.01, 0.01]
     assert all(0.5 * sigma <= found <= 1.5 * sigma for sigma, found in zip(sigmas, effective, strict=True))
     apart = logged(trainer, "mismatch/abs_logp_diff")
-    assert apart[0] < 0.02 < 0.03 < min(apart[2:4])
+    assert max(apart[:2]) < 0.01 < 0.015 < min(apart[4:]) and max(apart[4:]) < min(apart[2:4])
+
+
+def test_noise_of_a_run_of_epochs_has_all_stages(tmp_path):
+    """TRL bounds such a run by 32 times the steps that it makes."""
+    noise = {"noise_schedule": "linear", "noise_sigma_start": 0.05, "noise_sigma_end": 0.01, "noise_stages": 3}
+    trainer = asynchronous(tmp_path, rollout_precision="bf16", max_steps=-1, num_train_epochs=2, **noise)
+    trainer.train()
+    sigmas = logged(trainer, "noise/sigma")
+    assert trainer.state.global_step == len(sigmas) < trainer.state.max_steps / 8
+    assert sorted({*sigmas}) == [0, 0.01, 0.05] and sigmas == sorted(sigmas, key=[0, 0.05, 0.01].index)
+
+
+@pytest.mark.parametrize("preserves", [False, True])
+def test_a_recomputation_leaves_the_random_numbers_to_the_thread(tmp_path, monkeypatch, preserves):
+    """It would set back the state from which the thread draws meanwhile; a user may ask for that."""
+    users, restore = [], torch.set_rng_state
+
+    def noting(state):
+        users.append(sys._getframe(1).f_code.co_filename)
+        restore(state)
+
+    monkeypatch.setattr(torch, "set_rng_state", noting)
+    given = {"gradient_checkpointing_kwargs": {"preserve_rng_state": True}} if preserves else {}
+    asynchronous(tmp_path, gradient_checkpointing=True, max_steps=1, **given).train()
+    assert any(name.endswith("checkpoint.py") for name in users) == preserves
+
+
+# Rewards
+
+
+def test_rewards_get_what_they_are_checked_for(tmp_path):
+    """No state of the trainer, and nothing that logs: the thread is not in a step."""
+
+    def exact(prompts, completions, completion_ids):
+        return [float(len({*ids})) for ids in completion_ids]
+
+    def needing(completions, trainer_state, **columns):
+        return [1.0] * len(completions)
+
+    asynchronous(tmp_path, rewards=exact, max_steps=1).train()
+    with pytest.raises(ValueError, match=r"needing.* cannot be called as a reward: missing a required .*trainer_state"):
+        asynchronous(tmp_path, rewards=needing)
+
+
+def test_rewards_that_teach_nothing_are_told(tmp_path, caplog):
+    def nothing(completions, **columns):
+        return [float("nan")] * len(completions)
+
+    def zero(completions, **columns):
+        return [0.0] * len(completions)
+
+    asynchronous(tmp_path, rewards=[nothing, zero, early_letters], max_steps=3).train()
+    said = [record.getMessage() for record in caplog.records if "reward function" in record.getMessage()]
+    assert len(said) == 2 and "'nothing', at step 0, returned NaN for row 0" in said[0]
+    assert "'zero' gave 0 to each of the 8 completions of the first generation" in said[1]
 
 
 def test_a_proximal_pass_acts_in_every_second_update(tmp_path):
@@ -283,6 +339,34 @@ def test_a_run_resumes_behind_what_it_has_trained_on(tmp_path, caplog):
     assert again.sampling_thread.first_row == len(trained) and again.state.global_step == 6
     assert again.model_version == first.model_version + 3  # a cold sync, and two steps
     assert [entry["step"] for entry in again.state.log_history if "rollouts/age" in entry] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_resumes_behind_what_was_too_old(tmp_path):
+    """Groups 0 and 2 are dropped, 1 and 3 trained on, and 4 waits."""
+    (tmp_path / "run").mkdir()
+    trainer = asynchronous(tmp_path / "run", rollout_precision="bf16", max_staleness=0, max_steps=9)
+    trainer.model_version = trainer.sampling_thread.first_row = 1
+    for sample in given_samples(5):
+        sample.versions = sample.versions * (sample.group_id not in (0, 2))
+        trainer.rollout_queue.put(sample)
+    next(iter(trainer.get_train_dataloader()))
+    state = trainer.sampling_state()
+    assert trainer._trained_groups == {1, 3} and trainer.rollout_queue.qsize() == 4
+    assert state["prompt_index"] == 1 + 4 and state["groups_trained"] == 2
+    trainer.load_sampling_state("checkpoint", state)
+    assert trainer.sampling_thread.first_row == 5 and trainer._groups_before_resume == 2
+
+
+def test_a_run_of_another_sampler_resumes_with_all_data(tmp_path, caplog):
+    saving = {"save_strategy": "steps", "save_steps": 2, "is_correction": "tis"}
+    (tmp_path / "run").mkdir()
+    first = asynchronous(tmp_path / "run", given_samples(), max_steps=2, **saving)
+    first.train()
+    path = first.model.name_or_path
+    again = asynchronous(tmp_path / "run", model=path, max_steps=3, resume_with_changes=True, **saving)
+    again.train(resume_from_checkpoint=True)
+    assert "sampled in another way. The data begin anew" in caplog.text
+    assert again.sampling_thread.first_row == 0 and again.state.global_step == 3
 
 
 def test_samples_of_given_workers_have_one_version(tmp_path):

@@ -30,6 +30,8 @@ class AsynchronousFields:
     """
 
 
+# Of this package's fields that are resolved to what TRL does, which packs its samples by itself and replays no routing
+OF_TRL = {"pack_sequences": False, "router_replay": False}
 ASYNCHRONOUS = {"what samples while the policy trains": explain(AsynchronousFields)}
 
 
@@ -83,13 +85,20 @@ class QuantAsyncGRPOConfig(AsynchronousFields, QuantFields, AsyncGRPOConfig):
         """Whether advantages are divided by the standard deviation of their group, as TRL's worker does."""
         return "scale_rewards" not in self.correction_class.settings
 
+    @classmethod
+    def plain_settings(cls) -> dict:
+        return super().plain_settings() | OF_TRL
+
     def _resolve(self):
-        if self.pack_sequences is None:
-            self.pack_sequences = False  # TRL packs its samples by itself
-        if self.router_replay is None:
-            self.router_replay = False
-        if self.token_budget is None and not self.use_vllm:
-            self.token_budget = 0
+        for name, value in OF_TRL.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+        if not self.use_vllm:
+            if self.token_budget is None:
+                self.token_budget = 0
+            # The thread that samples draws from torch's random state, which a recomputation would set back meanwhile
+            checkpointing = {"use_reentrant": False, "preserve_rng_state": False}
+            self.gradient_checkpointing_kwargs = checkpointing | (self.gradient_checkpointing_kwargs or {})
         super()._resolve()
 
 

@@ -148,9 +148,9 @@ def check_rewards(args, reward_funcs, train_dataset, eval_dataset=None, more_col
         check_reward(reward)
         for name, dataset in evaluated(eval_dataset).items():
             if not more_columns and isinstance(dataset, Dataset | IterableDataset):
-                check_reward(reward, dataset.column_names, name)
+                check_reward(reward, dataset.column_names, name, args.is_asynchronous)
         if columns is not None:
-            check_reward(reward, columns)
+            check_reward(reward, columns, is_asynchronous=args.is_asynchronous)
             if args.remove_unused_columns and not args.is_asynchronous:  # whose samplers read whole rows
                 _check_reward_of_kept(reward, columns)
             if isinstance(train_dataset, Dataset) and train_dataset.format["type"] != "custom":

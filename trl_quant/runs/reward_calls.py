@@ -10,12 +10,10 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from ..storage.run_checkpoints import how_to_go_on
 from ..trl_seams import exchanged
 from .user_calls import UserCalls
 
@@ -37,13 +35,11 @@ class RewardCalls:
         calls ([`~runs.user_calls.UserCalls`]): Guards the calls.
 
     Attributes:
-        warned (`set[str]`): Functions that returned NaN and were warned about.
         is_first (`bool`): Whether no generation was scored yet.
     """
 
     def __init__(self, trainer, calls: UserCalls):
         self.trainer, self.calls = trainer, calls
-        self.warned: set[str] = set()
         self.is_first = True
 
     @contextmanager
@@ -58,31 +54,12 @@ class RewardCalls:
             yield
 
     def _wrapped(self, name: str, function: Callable) -> Callable:
-        return self.calls.limited(function, f"The reward function {name!r}", partial(self._rewards, name))
+        called = f"The reward function {name!r}"
 
-    def _at(self, name: str) -> str:
-        return f"The reward function {name!r}, at step {self.trainer.state.global_step},"
+        def rewards(returned, arguments: dict) -> list[float | None]:
+            return rewards_of(self.calls, called, returned, arguments["prompts"], arguments["completions"])
 
-    def _go_on(self) -> str:
-        return how_to_go_on(self.trainer.args.output_dir)
-
-    def _rewards(self, name: str, returned, arguments: dict) -> list[float | None]:
-        """Returns the rewards as floats, and warns once of NaN. Raises `ValueError` if one is not a finite number."""
-        try:
-            rewards = checked_rewards(returned, arguments["prompts"], arguments["completions"])
-        except ValueError as error:
-            raise ValueError(f"{self._at(name)} {error} {self._go_on()}") from error
-        unscored = [row for row, reward in enumerate(rewards) if reward is not None and math.isnan(reward)]
-        if unscored and name not in self.warned:
-            self.warned.add(name)
-            logger.warning(
-                "%s returned NaN for row %d. TRL takes NaN as None: the function does not apply, and only the others "
-                "score the completion %s. If you mean that, return None. This warning comes once.",
-                self._at(name),
-                unscored[0],
-                _short(arguments["completions"][unscored[0]]),
-            )
-        return rewards
+        return self.calls.limited(function, called, rewards)
 
     def check_gathered(self, rewards: Tensor) -> None:
         """
@@ -96,35 +73,69 @@ class RewardCalls:
         if wrong.any():
             row, column = wrong.nonzero()[0].tolist()
             raise ValueError(
-                f"The reward model {self.trainer.reward_func_names[column]!r}, at step "
-                f"{self.trainer.state.global_step}, returned {rewards[row, column].item()} for row {row} of all ranks' "
-                f"{len(rewards)}. A reward must be finite. {self._go_on()}"
+                self.calls.at(
+                    f"The reward model {self.trainer.reward_func_names[column]!r}",
+                    f"returned {rewards[row, column].item()} for row {row} of all ranks' {len(rewards)}. A reward must "
+                    "be finite.",
+                )
             )
 
     def tell_zeros(self, rewards: Tensor, completions: list) -> None:
         """
-        Warns, after the first generation, of each function that gave 0 to all completions. It may look for something
-        that no completion of the run can have.
+        Warns as [`tell_zeros`], after the first generation.
 
         Args:
             rewards (`torch.Tensor` of shape `(completions of all ranks, reward functions)`): As TRL gathers them.
             completions (`list`): The completions of this rank.
         """
-        if not self.is_first or not self.trainer.accelerator.is_main_process:
-            return
-        self.is_first = False
-        for name, given in zip(self.trainer.reward_func_names, rewards.unbind(1), strict=True):
-            given = given[given.isfinite()]
-            if len(given) and not given.any() and name not in PENALTIES:
-                logger.warning(
-                    "The reward function %r gave 0 to each of the %d completions of the first generation. If it can "
-                    "give nothing else, nothing is learned from it: compare what it looks for with a completion, such "
-                    "as %s. A tag that the chat template opens at the end of the prompt, and a special token, are not "
-                    "in the text.",
-                    name,
-                    len(given),
-                    _short(completions[0]),
-                )
+        if self.is_first and self.trainer.accelerator.is_main_process:
+            self.is_first = False
+            tell_zeros(self.trainer.reward_func_names, rewards.t(), completions)
+
+
+def tell_zeros(names: list[str], rewards: Tensor, completions: list) -> None:
+    """
+    Warns of each function that gave 0 to all completions of the first generation. It may look for something that no
+    completion of the run can have.
+
+    Args:
+        names (`list[str]`): The functions' names.
+        rewards (`torch.Tensor` of shape `(reward functions, completions)`): NaN where a function does not apply.
+        completions (`list`): Some of the completions.
+    """
+    for name, given in zip(names, rewards, strict=True):
+        given = given[given.isfinite()]
+        if len(given) and not given.any() and name not in PENALTIES:
+            logger.warning(
+                "The reward function %r gave 0 to each of the %d completions of the first generation. If it can give "
+                "nothing else, nothing is learned from it: compare what it looks for with a completion, such as %s. A "
+                "tag that the chat template opens at the end of the prompt, and a special token, are not in the text.",
+                name,
+                len(given),
+                _short(completions[0]),
+            )
+
+
+def rewards_of(calls: UserCalls, called: str, returned, prompts: list, completions: list) -> list[float | None]:
+    """
+    Returns the [`checked_rewards`] of a function that messages call `called`, and warns once of NaN. Its error says at
+    which step the function was called.
+    """
+    try:
+        rewards = checked_rewards(returned, prompts, completions)
+    except ValueError as error:
+        raise ValueError(calls.at(called, str(error))) from error
+    unscored = [row for row, reward in enumerate(rewards) if reward is not None and math.isnan(reward)]
+    if unscored and called not in calls.warned:
+        calls.warned.add(called)
+        logger.warning(
+            "%s returned NaN for row %d. TRL takes NaN as None: the function does not apply, and only the others "
+            "score the completion %s. If you mean that, return None. This warning comes once.",
+            calls.now(called),
+            unscored[0],
+            _short(completions[unscored[0]]),
+        )
+    return rewards
 
 
 def checked_rewards(returned, prompts: list, completions: list) -> list[float | None]:

@@ -34,10 +34,14 @@ class UserCalls:
     Args:
         trainer: The trainer, whose step is named in errors.
         args ([`~config.fields.QuantFields`]): Its configuration, with the limit `reward_timeout`.
+
+    Attributes:
+        warned (`set[str]`): What has returned NaN as a reward and was warned about.
     """
 
     def __init__(self, trainer, args):
         self.trainer, self.seconds, self.output_dir = trainer, args.reward_timeout, args.output_dir
+        self.warned: set[str] = set()
         self._coroutines = CoroutineThread()
         self._kinds: dict[type, None] = {}  # classes of environments, in the order in which they came
         self._covered: ExitStack | None = None  # restores their methods
@@ -83,8 +87,12 @@ class UserCalls:
 
     def at(self, called: str, message: str) -> str:
         """Returns the text of an error that ends the run: what was called, at which step, and how to go on."""
+        return f"{self.now(called)} {message} {how_to_go_on(self.output_dir)}"
+
+    def now(self, called: str) -> str:
+        """Returns what was called, and at which step."""
         step = self.trainer.state.global_step if hasattr(self.trainer, "state") else 0  # 0 while it is built
-        return f"{called}, at step {step}, {message} {how_to_go_on(self.output_dir)}"
+        return f"{called}, at step {step},"
 
     def tool(self, function: Callable, called: str) -> Callable:
         """Returns a tool with guarded calls. TRL passes a tool's errors on to the model."""

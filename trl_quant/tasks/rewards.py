@@ -201,9 +201,15 @@ MARKS = {
 
 # The arguments that TRL passes to a reward, in addition to the dataset's columns
 GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+GIVEN_BESIDE_TRAINING = GIVEN[:3]  # by the asynchronous trainer
 
 
-def check_reward(reward: Callable, columns: Sequence[str] | None = None, dataset: str = "train_dataset") -> None:
+def check_reward(
+    reward: Callable,
+    columns: Sequence[str] | None = None,
+    dataset: str = "train_dataset",
+    is_asynchronous: bool = False,
+) -> None:
     """Raises `ValueError` if TRL cannot call `reward` as a reward.
 
     Args:
@@ -211,6 +217,7 @@ def check_reward(reward: Callable, columns: Sequence[str] | None = None, dataset
         columns (`Sequence[str]`, *optional*): the dataset's columns, which TRL passes to the reward as well, if they
             are known.
         dataset (`str`): the dataset's name in the message.
+        is_asynchronous (`bool`): whether an asynchronous trainer calls it.
     """
     if not callable(reward):
         raise ValueError(
@@ -228,7 +235,8 @@ def check_reward(reward: Callable, columns: Sequence[str] | None = None, dataset
         signature = inspect.signature(reward)
     except ValueError:  # a builtin without a signature
         return
-    given = dict.fromkeys((*GIVEN, *(column for column in columns if column not in ("prompt", "completion"))))
+    of_trl = GIVEN_BESIDE_TRAINING if is_asynchronous else GIVEN
+    given = dict.fromkeys((*of_trl, *(column for column in columns if column not in ("prompt", "completion"))))
     try:
         signature.bind(**given)
     except TypeError as error:

@@ -117,7 +117,7 @@ class DrawnRows(TrainerCallback):
         if self.more_columns:
             return
         for reward in self.rewards:
-            check_reward(reward, [*rows[0]], name)
+            check_reward(reward, [*rows[0]], name, trainer.args.is_asynchronous)
 
     def check_trained(self) -> None:
         """Raises `ValueError` after a training that took no step, because its dataset gave no whole generation."""

@@ -36,6 +36,12 @@ def _has_turns(run: Given) -> bool:
     return any(run.others.get(name) for name in ("tools", "environment_factory"))
 
 
+def _redrawn_dropout(run: Given) -> float | None:
+    """Returns an adapter's dropout that a recomputation would draw anew, while a thread draws from the same numbers."""
+    draws = _samples(run) and not run.args.use_vllm and run.args.gradient_checkpointing
+    return getattr(run.peft_config, "lora_dropout", None) if draws else None
+
+
 def _loaded_otherwise(run: Given) -> str:
     """Names the `model_init_kwargs` that TRL's trainer sets itself."""
     given = run.args.model_init_kwargs or {}
@@ -86,6 +92,14 @@ RULES = (
         when=lambda run: run.args.is_asynchronous and run.args.rollouts_in_flight > 1,
         message="`rollouts_in_flight`={args.rollouts_in_flight!r}: a trainer that samples while it trains has no "
         "generations to carry completions between. `max_inflight_tasks` limits the completions in flight.",
+    ),
+    Rule(
+        ("use_vllm", "gradient_checkpointing"),
+        when=_redrawn_dropout,
+        message="`lora_dropout`={found!r} with `gradient_checkpointing`=True: the thread that samples shares torch's "
+        "random numbers with the training, so the backward pass would drop other values than the forward pass. Set "
+        "`lora_dropout=0`, or `gradient_checkpointing=False`.",
+        needs="arguments",
     ),
     Rule(
         ("is_correction", "use_vllm"),

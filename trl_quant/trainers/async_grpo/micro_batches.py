@@ -70,10 +70,12 @@ class MicroBatches:
     Attributes:
         wait_s (`float`): Seconds for which the first rank has waited for samples; TRL logs and clears them.
         held (`deque`): Samples that were taken and did not fit, oldest first.
+        dropped_groups (`set[int]`): Groups of which a sample was too old, on the first rank.
     """
 
     def __init__(self, trainer, budget: int):
         self.trainer, self.wait_s, self.held, self.budget = trainer, 0.0, deque(), budget
+        self.dropped_groups: set[int] = set()
         self.metrics = trainer._metrics["train"]
         self.processes = trainer.accelerator.num_processes
 
@@ -141,6 +143,7 @@ class MicroBatches:
                 length = int(sample["completion_mask"].sum())
                 self.metrics["rollouts/dropped_total"].append(1.0)
                 self.metrics["rollouts/dropped_length"].append((length, 1))
+                self.dropped_groups.add(sample["group_id"])
                 continue
             taken.append(sample)
             yield sample

@@ -35,14 +35,17 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import torch
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from ...rollout.base import RolloutEngine
 from ...runs.agreement import on_every_rank
+from ...runs.reward_calls import rewards_of, tell_zeros
 from ...runs.user_calls import UserCalls
 from ...trl_seams import is_async
+from ..checks import DrawnPrompts
 from ..groups import Group
-from .turns import Conversations, Spoken, Turn, lengths_of, rewards_of, rows_of
+from .turns import Conversations, Spoken, Turn, lengths_of, rows_of
 
 
 logger = logging.getLogger(__name__)
@@ -126,7 +129,8 @@ class SamplingThread:
         self.rollout_buffer: queue.Queue = queue.Queue(args.queue_maxsize)
         self.metrics_queue: queue.Queue = queue.Queue()
         self._rows_from: Callable[[int], Iterator[dict]] | None = None
-        self._check_prompts: Callable[[list[list[int]]], None] | None = None
+        self._drawn_prompts: DrawnPrompts | None = None
+        self._first_scores: list[tuple[np.ndarray, list]] | None = []  # of an update's samples, with their completions
         self._rows: Iterator[dict] | None = None
         self._generation = ExitStack()  # the engine's, between two syncs
         self._engine_free = threading.Lock()
@@ -135,18 +139,18 @@ class SamplingThread:
         self._error: BaseException | None = None
         self._beat = math.inf  # when it last drew a token; infinite where nothing is drawn
 
-    def meet(self, engine: RolloutEngine, rows: Callable[[int], Iterator[dict]], check_prompts: Callable) -> None:
+    def meet(self, engine: RolloutEngine, rows: Callable[[int], Iterator[dict]], drawn_prompts: DrawnPrompts) -> None:
         """
-        Takes the engine, the rows that TRL trains on, without end, from one whose number is given, and a check of the
+        Takes the engine, the rows that TRL trains on, without end, from one whose number is given, and the check of the
         prompts that are about to be sampled. All ranks must call it. Raises `ValueError` if the chat template is none
         whose calls of tools can be read.
         """
         self.engine, self.tokenizer = engine, engine.tokenizer
-        self._rows_from, self._check_prompts = rows, check_prompts
+        self._rows_from, self._drawn_prompts = rows, drawn_prompts
         speaks = any(self.speakers.values()) and engine.accelerator.is_main_process
         with on_every_rank():
             if speaks:
-                given = self.speakers | {"reward_funcs": self.functions}
+                given = self.speakers | {"reward_funcs": self.functions, "context": drawn_prompts.context}
                 self.conversations = Conversations(self.args, engine, self.metrics_queue, self.calls, **given)
 
     # What TRL calls
@@ -305,7 +309,7 @@ class SamplingThread:
             return waiting + (begun - left) * brings >= needed or left <= begun // 2
 
         if starting := [turn.prompt for _, turn in asked if turn.first is None and not turn.token_ids]:
-            self._check_prompts(starting)
+            self._drawn_prompts.check(starting)
         self._beat = time.monotonic()
         samples = self.engine.draw([turn.request() for _, turn in asked], enough=enough)
         self._beat = math.inf
@@ -351,6 +355,7 @@ class SamplingThread:
         found += [[one.own.get(kind) for one in spoken] for kind in kinds]
         names = [*self.names, *(kind.__name__ for kind in kinds)]
         rewards = np.array([[np.nan if one is None else one for one in scores] for scores in found], dtype=float)
+        self._tell_zeros(names, rewards, given["completions"])
         summed, advantages = advantages_of(rewards, self.args.standardizes)
         spread = float(np.nanstd(summed)) if np.isfinite(summed).any() else math.nan
         has_calls = any(one.calls for one in spoken)
@@ -376,6 +381,15 @@ class SamplingThread:
                     turns=np.asarray(turns, dtype=np.int64),
                 )
                 self._put(sample)
+
+    def _tell_zeros(self, names: list[str], rewards: np.ndarray, completions: list) -> None:
+        if self._first_scores is None:
+            return
+        self._first_scores.append((rewards, completions))
+        scores, texts = zip(*self._first_scores, strict=True)
+        if sum(map(len, texts)) >= self.args.generation_batch_size:
+            tell_zeros(names, torch.from_numpy(np.concatenate(scores, 1)), texts[0])
+            self._first_scores = None
 
     def _put(self, sample: AgedSample) -> None:
         while not self._stopped.is_set():

@@ -3,7 +3,9 @@
 import itertools
 import logging
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
+from types import MappingProxyType
 
 from accelerate.utils import is_peft_model, send_to_device
 from torch import Tensor
@@ -15,6 +17,8 @@ from ...policy.adapters import leave_casts_to_autocast
 from ...policy.trees import TREES
 from ...rollout import RolloutEngine, RolloutNoise, build_engine
 from ...rollout.settings import SAMPLING
+from ...runs.checkpoints import recorded, write_rollout_state
+from ...storage.run_checkpoints import read_rollout_state
 from ...trl_seams import arguments_seen, without_peak_flops
 from ..checks import DrawnPrompts, config_for, tell_noise
 from ..introduction import PACKAGE_TAG
@@ -67,6 +71,7 @@ class QuantAsyncGRPOTrainer(QuantPrecision, TRLsArguments):
     sampling_thread: SamplingThread | None = None
     correction: AsyncCorrection | None = None
     _engine: RolloutEngine | None = None
+    _noise_metrics: Mapping[str, float] = MappingProxyType({})  # of the version that is trained on
 
     def __init__(
         self,
@@ -146,14 +151,23 @@ class QuantAsyncGRPOTrainer(QuantPrecision, TRLsArguments):
         tell_noise(self.model, args)
         self._engine = build_engine(self.spec.sampler, self.model, self.accelerator, self.processing_class, **settings)
         drawn_prompts = DrawnPrompts(self, self._engine)
-        self.sampling_thread.meet(self._engine, lambda first: self.drawn_rows.endless(first), drawn_prompts.check)
+        self.sampling_thread.meet(self._engine, lambda first: self.drawn_rows.endless(first), drawn_prompts)
 
     # Sync: a version of the weights
 
     def rollout_noise(self) -> RolloutNoise:
-        """Returns the noise of the next version of the weights."""
-        step = self.state.global_step
-        return RolloutNoise(self.args.noise_sigma(step, self.state.max_steps), self.args.seed, step)
+        """
+        Returns the noise of the next version of the weights. A run of so many epochs ends with their last group, long
+        before the `max_steps` that TRL gives it, so its stages are counted in groups.
+        """
+        step, of_run = self.state.global_step, (self.state.global_step, self.state.max_steps)
+        if self._epoch_stop_groups is not None:
+            of_run = self._groups_trained, self._epoch_stop_groups
+        return RolloutNoise(self.args.noise_sigma(*of_run), self.args.seed, step)
+
+    @property
+    def _groups_trained(self) -> int:
+        return self._groups_before_resume + len(self._trained_groups)
 
     def _sync_weight_merged(self, t0):
         if self._engine is None:
@@ -166,8 +180,9 @@ class QuantAsyncGRPOTrainer(QuantPrecision, TRLsArguments):
             self.model_version += 1
             self.sampling_thread.update_model_version(self.model_version)
         self.log_values(engine.take_metrics())
+        self.log_values(self._noise_metrics)
         if self.args.noise_schedule is not None:
-            self.log_values(engine.noise_metrics())
+            self._noise_metrics = engine.noise_metrics()
         return paused, paused, time.time()
 
     # Train
@@ -196,19 +211,30 @@ class QuantAsyncGRPOTrainer(QuantPrecision, TRLsArguments):
 
     # Checkpoints: the place in the data and the version; what the queue holds is not saved
 
+    def save_model(self, output_dir=None, _internal_call=False):
+        super().save_model(output_dir, _internal_call)
+        if _internal_call and output_dir is not None and self._engine is None and self.args.should_save:
+            # TRL has written the place of its own worker over what was recorded of the run
+            write_rollout_state(output_dir, recorded(self) | read_rollout_state(output_dir))
+
     def sampling_state(self) -> dict:
         if self._engine is None:
             return {}
-        untrained = next(group for group in itertools.count() if group not in self._trained_groups)
-        place = {"prompt_index": self.sampling_thread.first_row + untrained, "model_version": self.model_version}
-        return self._engine.state_dict() | place
+        passed = self._trained_groups | self._rollout_dataset.dropped_groups
+        place = next(group for group in itertools.count() if group not in passed)
+        counts = {"prompt_index": self.sampling_thread.first_row + place, "groups_trained": self._groups_trained}
+        return self._engine.state_dict() | counts | {"model_version": self.model_version}
 
     def load_sampling_state(self, checkpoint: str, state: dict) -> None:
         if self._engine is None:
             return
         self._engine.load_state_dict(state)
+        if "prompt_index" not in state:
+            logger.warning("%s is of a run that sampled in another way. The data begin anew.", checkpoint)
+            return
         self.model_version = state["model_version"]
-        self.sampling_thread.first_row = self._groups_before_resume = state["prompt_index"]
+        self.sampling_thread.first_row = state["prompt_index"]
+        self._groups_before_resume = state.get("groups_trained", state["prompt_index"])
         logger.warning(
             "Samples that waited for training when %s was saved are not in it. They are sampled again, from prompt %d "
             "on, with the weights of the checkpoint.",

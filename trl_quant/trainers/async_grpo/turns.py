@@ -29,6 +29,7 @@ results of the tools that this one called are left out.
 """
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -44,9 +45,10 @@ from trl.experimental.async_grpo.async_rollout_worker import (
     _chain_to_sequences,
 )
 
+from ...config.lengths import Context
 from ...rollout.engine import Request
 from ...rollout.limits import leave_threads_at_exit
-from ...runs.reward_calls import checked_rewards
+from ...runs.reward_calls import rewards_of
 from ...runs.user_calls import UserCalls
 from ...trl_seams import is_async
 from ..groups import Completion, Group
@@ -140,14 +142,6 @@ def lengths_of(group: Group) -> list[int]:
     return list(lengths.values())
 
 
-def rewards_of(calls: UserCalls, called: str, returned, prompts: list, completions: list) -> list[float | None]:
-    """Returns the rewards that a function returned; see [`~runs.reward_calls.checked_rewards`]. Its error names it."""
-    try:
-        return checked_rewards(returned, prompts, completions)
-    except ValueError as error:
-        raise ValueError(calls.at(called, str(error))) from error
-
-
 @dataclass
 class Conversing(Group):
     """
@@ -203,10 +197,11 @@ class Conversations(_AsyncRolloutLoop):
         engine ([`~rollout.RolloutEngine`]): What draws the turns. Its tokenizer renders and parses them.
         metrics_queue (`queue.Queue`): Gets the metrics of TRL's worker.
         calls ([`~runs.user_calls.UserCalls`]): Guards the calls of `get_reward`.
+        context ([`~config.lengths.Context`] or `None`): What the sampler takes at most.
         given: `reward_funcs`, and with guarded calls `tools` and `environment_factory`.
     """
 
-    def __init__(self, args, engine, metrics_queue, calls: UserCalls, **given):
+    def __init__(self, args, engine, metrics_queue, calls: UserCalls, context: Context | None, **given):
         of_its_process = ("rollout_buffer", "model_version_value", "heartbeat_value", "failed_event")
         super().__init__(
             **dict.fromkeys(("model_name", *of_its_process, "exception_info_queue")),
@@ -223,6 +218,7 @@ class Conversations(_AsyncRolloutLoop):
             **given,
         )
         self.calls = calls
+        self.longest = context.tokens if context is not None and context.ends else math.inf
         self._running: list[asyncio.Task] = []
 
     @property
@@ -312,7 +308,7 @@ class Conversations(_AsyncRolloutLoop):
         if conversation.is_full:
             raise ValueError("The tokenizer's `parse_response` has read a call of a tool in a turn without tokens.")
         first = len(turns[0].prompt) if turns else None
-        if turns and len(prompt_ids) - first >= self.max_tokens:
+        if turns and (len(prompt_ids) - first >= self.max_tokens or len(prompt_ids) >= self.longest):
             conversation.is_full = True
             return [], []
         answer = self._loop.create_future()
