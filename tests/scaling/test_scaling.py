@@ -7,7 +7,7 @@ import pytest
 import reference
 import torch
 from long_tests import rest_is_long
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from peft import AdaLoraConfig, IA3Config, LoraConfig, PeftModel, get_peft_model
 from scaled import IDS, logits, same_bytes, state
 from tiny import FAMILIES, MIXTURES, tiny_model
 from torch import nn
@@ -245,10 +245,41 @@ def test_a_trained_adapter_leaves_by_undoing_the_scale(tmp_path):
 
 def test_other_adapters_are_refused():
     model = get_peft_model(tiny_model(), IA3Config(target_modules=["k_proj"], feedforward_modules=[]))
-    before = state(model)
     with pytest.raises(ValueError, match=r"layers.0.self_attn.k_proj is wrapped by Linear; only LoRA adapters"):
         apply_uaq(model, 1.5)
-    assert same_bytes(before, state(model)) and uaq_applied(model) is None
+    model = get_peft_model(tiny_model(), AdaLoraConfig(target_modules=["k_proj"], total_step=9))
+    with pytest.raises(ValueError, match=r"layers.0.self_attn.k_proj is wrapped by SVDLinear; only LoRA adapters"):
+        apply_uaq(model, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("family", "saved"), [("qwen3", "input_layernorm"), ("qwen3", "k_proj"), ("qwen3_moe", "mlp.gate")]
+)
+def test_copies_that_are_trained_are_refused(family, saved):
+    """Of two modules one would be scaled, and the base without the adapter would compute another function."""
+    model = get_peft_model(tiny_model(family), LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=[saved]))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match=rf"layers.0.*{saved}.* is trained as a copy .* before it is wrapped"):
+        apply_uaq(model, 1.5)
+    assert same_bytes(model.state_dict(), before)
+
+
+@pytest.mark.parametrize("tensor", ["gate_up_proj", "down_proj"])
+def test_adapted_experts(tensor):
+    """A norm feeds the first tensor of the experts, and not the second."""
+    options = {"r": 4, "target_modules": ["q_proj"], "target_parameters": [f"mlp.experts.{tensor}"]}
+    model = get_peft_model(tiny_model("qwen3_moe"), LoraConfig(**options, init_lora_weights=False)).eval()
+    if tensor == "gate_up_proj":
+        with pytest.raises(ValueError, match=r"mlp.experts.gate_up_proj is a tensor with an adapter. Scale the model"):
+            apply_uaq(model, 1.5)
+        return
+    before = logits(model)
+    with model.disable_adapter():
+        base = logits(model)
+    assert apply_uaq(model, 1.5) == 4 and (before - base).abs().max() > 0.01
+    torch.testing.assert_close(logits(model), before, rtol=1e-4, atol=1e-4)
+    with model.disable_adapter():
+        torch.testing.assert_close(logits(model), base, rtol=1e-4, atol=1e-4)
 
 
 # Refused, before anything is changed

@@ -32,6 +32,7 @@ from ..models.norms import feeding_norms
 # The allowed range of `s`. FP16, the 16-bit type with the smallest range, has normal values from 2^-14 to 2^16. Linear
 # weights of about 0.02 (2^-5.6) stay normal down to 2^-13.6, and norm gains below 2^8 stay below 2^16.
 SCALES = (2.0**-8, 2.0**8)
+BEFORE_WRAPPING = "Scale the model before it is wrapped."
 
 
 class _Fed(NamedTuple):
@@ -131,13 +132,25 @@ def _plan(model: nn.Module, folded: tuple[type, ...]) -> list[_Fed]:
     plan = []
     for name, linears in feeding_norms(model_type, (name for name, _ in model.named_parameters())).items():
         norm = modules[clean_name(name.removesuffix(".weight"))]
+        _check_single(name, norm)
         gain = _dense(name, norm.weight, (norm.weight.numel(),))
         inputs = []
         for linear in linears:
             parent, _, leaf = clean_name(linear).rpartition(".")
-            inputs += _inputs(linear, getattr(modules[parent], leaf), gain.numel())
+            owner = modules[parent]
+            while not hasattr(owner, leaf):  # PEFT wraps a module around another one to adapt a tensor of its
+                if owner.parameter_name == leaf:
+                    raise ValueError(f"{linear} is a tensor with an adapter. {BEFORE_WRAPPING}")
+                owner = owner.base_layer
+            inputs += _inputs(linear, getattr(owner, leaf), gain.numel())
         plan.append(_Fed(gain, family.offset and not isinstance(norm, folded), inputs))
     return plan
+
+
+def _check_single(name: str, module: nn.Module) -> None:
+    """Raises `ValueError` for a module of `modules_to_save`, of which there are two: one would be scaled."""
+    if hasattr(module, "original_module"):
+        raise ValueError(f"{name} is trained as a copy (`modules_to_save`), beside its original. {BEFORE_WRAPPING}")
 
 
 def _inputs(name: str, linear: nn.Module | nn.Parameter, channels: int) -> list[Tensor]:
@@ -147,6 +160,7 @@ def _inputs(name: str, linear: nn.Module | nn.Parameter, channels: int) -> list[
     """
     if isinstance(linear, nn.Parameter):
         return [_dense(name, linear, (*linear.shape[:-1], channels))]
+    _check_single(name, linear)
     base = linear.base_layer if hasattr(linear, "base_layer") else linear
     weight = getattr(base, "weight", None)
     if not isinstance(weight, Tensor):
@@ -154,10 +168,10 @@ def _inputs(name: str, linear: nn.Module | nn.Parameter, channels: int) -> list[
     outputs = base.out_features if isinstance(base, nn.Linear) else len(weight)  # a router is no `nn.Linear`
     tensors = [_dense(f"{name}.weight", weight, (outputs, channels))]
     if base is not linear:
-        if not hasattr(linear, "lora_A"):
+        if not isinstance(getattr(linear, "lora_A", None), nn.ModuleDict):
             raise ValueError(
                 f"{name} is wrapped by {type(linear).__name__}; only LoRA adapters can be scaled with their base. "
-                "Scale the model before it is wrapped."
+                f"{BEFORE_WRAPPING}"
             )
         for adapter, a in linear.lora_A.items():
             tensors.append(_dense(f"{name}.lora_A.{adapter}", a.weight, (a.weight.shape[0], channels)))
