@@ -16,11 +16,7 @@ plans the run. The paper follows d1 and is silent on the KL term and the updates
 0.04 and 12, each under another mask.
 """
 
-from trl import ModelConfig, TrlParser
-
-from trl_quant import DiffusionGRPOConfig, DiffusionGRPOTrainer
-from trl_quant.cli.train import train_or_plan
-from trl_quant.trainers.launch import TrainArguments, trainer_arguments
+from trl_quant.cli.train import main
 
 
 RECIPE = {
@@ -70,13 +66,5 @@ RECIPE = {
 }
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Trains and saves the model."""
-    parser = TrlParser((TrainArguments, DiffusionGRPOConfig, ModelConfig))
-    parser.set_defaults_with_config(**RECIPE)
-    script_args, args, model_args = parser.parse_args_and_config(argv)
-    train_or_plan(script_args, trainer_arguments(script_args, args, model_args), DiffusionGRPOTrainer)
-
-
 if __name__ == "__main__":
-    main()
+    main(recipe=RECIPE)

@@ -234,6 +234,22 @@ def test_a_run_that_is_evaluated_on_its_own_prompts_says_so(argv, problems, tmp_
     assert told not in capsys.readouterr().out
 
 
+def test_a_configuration_is_that_of_its_dataset(argv, problems, tmp_path, monkeypatch):
+    read, load = [], train.launch.load_prompts
+
+    def noting(name, split, config, *others):
+        read.append((name, config))
+        return load(name, split, None, *others)
+
+    monkeypatch.setattr(train.launch, "load_prompts", noting)
+    other = str(tmp_path / "others.json")
+    Path(other).write_text(Path(problems).read_text())
+    given = [*argv, "--dataset_config", "level_4", "--eval_strategy", "steps", "--dry_run", "true"]
+    for name in ([], ["--eval_dataset_name", other]):
+        main(["train", *given, *name])
+    assert read == [(problems, "level_4"), (problems, "level_4"), (problems, "level_4"), (other, None)]
+
+
 def test_own_rewards_are_added(argv, monkeypatch):
     class Stop(Exception):
         pass

@@ -9,14 +9,11 @@ import torch
 from papers import AIS
 from places import ROOT
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from trl import ModelConfig, TrlParser
 
-from trl_quant import DiffusionGRPOConfig
 from trl_quant.cli import train as command
 from trl_quant.report.plan import make_plan
 from trl_quant.report.runs import read_run
 from trl_quant.rollout.embedded.diffusion import denoise
-from trl_quant.trainers.launch import TrainArguments
 
 
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks" / "study")]
@@ -46,13 +43,12 @@ PAPER = AIS | {
 
 
 def test_the_recipe_has_the_papers_settings():
-    parser = TrlParser((TrainArguments, DiffusionGRPOConfig, ModelConfig))
-    assert not parser.set_defaults_with_config(**ais_llada.RECIPE)  # every name is an option
     # One process takes the completions of eight
-    alone = ["--use_cpu", "--bf16", "false", "--gradient_accumulation_steps", "16"]
-    script, args, model = parser.parse_args_and_config(alone)
+    alone = ["--use_cpu", "true", "--bf16", "false", "--gradient_accumulation_steps", "16"]
+    script, args, model = command.parse_args(alone, ais_llada.RECIPE)
     assert {name: getattr(args, name) for name in PAPER} == PAPER
     assert 1e-6 <= args.learning_rate <= 3e-6 and model.lora_r == 128
+    assert model.lora_dropout == 0  # the sampler has none
     rows, parts = (ais_llada.RECIPE[name] for name in ("per_device_train_batch_size", "gradient_accumulation_steps"))
     assert 8 * rows * parts == args.generation_batch_size == 96
     assert script.reward_funcs == ["gsm8k", "format"]
@@ -123,7 +119,7 @@ def test_the_recipe_trains_the_small_model(taught, tmp_path):
         "report_to": "none",
     }
     argv = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
-    ais_llada.main(["--config", str(ROOT / "examples/laptop_diffusion.yaml"), *argv])
+    ais_llada.main(["--config", str(ROOT / "examples/laptop_diffusion.yaml"), *argv], recipe=ais_llada.RECIPE)
     first, second = [log for log in read_run(tmp_path).history if "loss" in log]
     assert first["ais/alpha"] > 0 and first["grad_norm"] > 0 and second["grad_norm"] > 0
     assert (tmp_path / "model.safetensors").is_file()
@@ -138,7 +134,7 @@ def test_a_dry_run_plans(taught, tmp_path, capsys, monkeypatch):
         options = {"model_name_or_path": taught, "dataset_name": taught / "train.jsonl", "output_dir": tmp_path / "run"}
         options |= {"reward_funcs": "training.spread", "rollout_precision": precision, "dry_run": "true"}
         argv = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
-        ais_llada.main(["--config", str(ROOT / "examples/laptop_diffusion.yaml"), *argv])
+        ais_llada.main(["--config", str(ROOT / "examples/laptop_diffusion.yaml"), *argv], recipe=ais_llada.RECIPE)
         said = capsys.readouterr().out
         assert f"Sampling: {precision.upper()}, embedded, by denoising" in said and "Steps: 60, from 32 prompts" in said
     assert not (tmp_path / "run").exists()

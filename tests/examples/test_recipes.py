@@ -280,6 +280,7 @@ def test_overlong_completions_are_punished(arithmetic, monkeypatch):
     [
         ({"overlong_punishment": 1.5}, "`overlong_punishment`=1.5 must be a number from 0 to 1"),
         ({"overlong_punishment": 0.2, "max_completion_length": None}, "`overlong_punishment`=0.2 needs a `max_compl"),
+        ({"overlong_punishment": 0.01, "max_completion_length": 48}, "`overlong_punishment`=0.01 of .* than a token"),
         ({"is_corection": "tis"}, "unknown arguments: --is_corection tis .did you mean --is_correction"),
     ],
 )

@@ -49,8 +49,8 @@ FOREIGN = {
     "trl/trainer/grpo_trainer.py": """_compute_loss _generate _generate_and_score_completions _generate_single_turn
         _get_per_token_logps_and_entropies _get_train_sampler _last_loaded_step _calculate_rewards _logs _metrics
         _pending_extra_logs _pending_metrics _step _tag_names _tool_call_loop _tokenize_prompts""",
-    "trl/experimental/async_grpo/async_grpo_trainer.py": """_groups_before_resume _rollout_dataset _sync_weight
-        _trained_groups""",
+    "trl/experimental/async_grpo/async_grpo_trainer.py": """_epoch_stop_groups _groups_before_resume
+        _rollout_dataset _sync_weight _trained_groups""",
     "trl/experimental/async_grpo/async_rollout_worker.py": """_AsyncRolloutLoop _chain_to_sequences
         _env_reward_types _env_tools _environment_pool _generate_one _generate_one_turn _loop _multi_environment
         _push_metrics _standalone_tools _tool_pool""",

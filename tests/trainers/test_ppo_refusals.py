@@ -6,7 +6,9 @@ import shutil
 
 import pytest
 import torch
+from datasets import Dataset
 from ppo_runs import ppo
+from readers import conversation, picture
 from safetensors.torch import load_file, save_file
 from tiny import save_tiny, save_tiny_vision, tiny_model
 from training import config, dataset, make, spread
@@ -23,6 +25,7 @@ from trl_quant.config.before_loading import check_before_loading
 from trl_quant.config.checks import check_what
 from trl_quant.config.given import Given
 from trl_quant.trainers.ppo.critic import load_critic
+from trl_quant.trainers.ppo.trainer import ValueStep
 
 
 pytestmark = pytest.mark.isa
@@ -91,17 +94,27 @@ def test_a_critic_that_cannot_be_is_refused_before_anything_is_loaded(tmp_path, 
     with pytest.raises(TypeError, match="'NoneType' object is not callable"):  # a value head needs none
         ppo(tmp_path, tiny_model(seed=3), vf_share_layers=True)
     pictures = dataset(8).add_column("image", [None] * 8)
+    inside = Dataset.from_dict({"prompt": [conversation([picture(0)], "look")] * 8})
     named = {
         "`train_dataset`": {"train_dataset": pictures},
         "`eval_dataset`": {"eval_dataset": pictures},
         r"`eval_dataset\['b'\]`": {"eval_dataset": {"a": dataset(8), "b": pictures}},
+        "`train_dataset` has images, in a column or a prompt": {"train_dataset": inside},
     }
     for shares in (False, True):
         for name, given in named.items():
-            with pytest.raises(ValueError, match=f"{name} has a column 'image', and the critic reads only text"):
+            with pytest.raises(ValueError, match=f"{name}.* and the critic reads only text"):
                 ppo(tmp_path, policy, given=given, vf_share_layers=shares)
     with pytest.raises(TypeError, match="'NoneType' object is not callable"):
         ppo(tmp_path, policy, given={"eval_dataset": {"a": dataset(8)}})
+
+
+def test_images_that_come_with_a_generation_are_refused():
+    """Of a stream, or of tools."""
+    with pytest.raises(ValueError, match="A generation has images, and the critic reads only text"):
+        ValueStep(None, None).before_loss({"pixel_values": torch.zeros(1, 3, 2, 2)})
+    with pytest.raises(AttributeError):
+        ValueStep(None, None).before_loss({"pixel_values": None})
 
 
 def test_a_critic_gives_one_value(tmp_path, policy):

@@ -144,13 +144,8 @@ def main(argv: list[str] | None = None, reward_funcs: list[Callable] | None = No
     """
     script_args, training_args, model_args = parse_args(argv, recipe)
     arguments = launch.trainer_arguments(script_args, training_args, model_args, reward_funcs)
-    train_or_plan(script_args, arguments)
-
-
-def train_or_plan(script_args: TrainArguments, arguments: dict, trainer_class: type | None = None) -> None:
-    """Trains as [`launch.train`] does, or with `--dry_run` prints the plan of the run."""
     if not script_args.dry_run:
-        launch.train(arguments, trainer_class or launch.TRAINERS[script_args.trainer], script_args.data_settings())
+        launch.train(arguments, launch.TRAINERS[script_args.trainer], script_args.data_settings())
         return
     launch.checkpoint_of(arguments)
     plan = make_plan(**arguments)

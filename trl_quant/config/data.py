@@ -203,9 +203,8 @@ def _check_reward_of_kept(reward, columns) -> None:
 def check_texts(train_dataset, eval_dataset) -> None:
     """Raises `ValueError` for data with images, which a critic does not read."""
     for name, dataset in {"train_dataset": train_dataset, **evaluated(eval_dataset)}.items():
-        images = {"image", "images"} & set(getattr(dataset, "column_names", None) or ())
-        if images:
-            raise ValueError(f"`{name}` has a column {images.pop()!r}, and the critic reads only text. Remove it.")
+        if holds_images(dataset):
+            raise ValueError(f"`{name}` has images, in a column or a prompt, and the critic reads only text.")
 
 
 def check_dynamic_sampling(args, tools=None, rollout_func=None, environment_factory=None) -> None:

@@ -202,5 +202,5 @@ def own_benchmark(options, settings: dict) -> tuple[Benchmark, list[str]]:
     own, own_split = settings["eval_dataset_name"] or source, settings["dataset_test_split"]
     what = "what the run trained on" if reads_same_rows(source, split, own, own_split) else "the run's"
     lines.append(f"data: {own}, split {own_split}, {what}")
-    config = settings["dataset_config"]
+    config = settings["dataset_config"] if own == source else None
     return replace(benchmark, source=own, split=own_split, config=config, answer="answer", problems=None), lines

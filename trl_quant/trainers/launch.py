@@ -221,8 +221,8 @@ def load_data(
         sources["eval_dataset"] = (name, script_args.dataset_test_split)
     datasets = {}
     for key, (name, split) in sources.items():
-        config, instruction = script_args.dataset_config, script_args.instruction
-        datasets[key] = load_prompts(name, split, config, tokenizer, instruction)
+        config = script_args.dataset_config if name == script_args.dataset_name else None
+        datasets[key] = load_prompts(name, split, config, tokenizer, script_args.instruction)
         if training_args.has_rewards:
             _check_answers(script_args.reward_funcs, name, datasets[key].column_names)
     return datasets
@@ -288,7 +288,15 @@ def _check_answers(reward_funcs: list[str], dataset_name: str, columns: Sequence
 
 
 def _overlong_punishment(share: float, length: int | None) -> list[Callable[..., list[float]]]:
-    """Returns TRL's punishment of completions near their maximum length (DAPO eq. 13) if `share` is above 0."""
+    """
+    Returns TRL's punishment of completions near their maximum length (DAPO eq. 13) if `share` is above 0. Raises
+    `ValueError` for a share of no token.
+    """
     if share and length is None:
         raise ValueError(f"`overlong_punishment`={share!r} needs a `max_completion_length`, which is None.")
+    if share and not round(share * length):
+        raise ValueError(
+            f"`overlong_punishment`={share!r} of `max_completion_length`={length} is less than a token, which would "
+            "punish nothing. Set a larger share, or 0."
+        )
     return [get_soft_overlong_punishment(length, round(share * length))] if share else []

@@ -79,7 +79,12 @@ class ValueStep:
 
         As in GRPO, a completion without any reward does not train the policy: its advantages are 0. Nor does it train
         the critic.
+
+        Raises:
+            `ValueError`: The batch has images, of a stream's prompts or of tools, which the critic does not read.
         """
+        if batch.get("pixel_values") is not None:
+            raise ValueError("A generation has images, and the critic reads only text.")
         args = self.trainer.args
         is_training = self.trainer.model.training
         rows = args.per_device_train_batch_size if is_training else args.per_device_eval_batch_size
