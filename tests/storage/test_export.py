@@ -15,6 +15,7 @@ import warm
 from copies import contents
 from long_tests import rest_is_long
 from peft import LoraConfig, PeftModel, get_peft_model
+from readers import READERS, save_reader
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, save_tiny, tiny_model, tiny_tokenizer
 from training import config, dataset, lora, make
@@ -25,6 +26,7 @@ from trl_quant.cli import main as command
 from trl_quant.formats import FORMATS, global_scale, quantize
 from trl_quant.scaling import apply_uaq, scalings
 from trl_quant.storage.layout import dense, quantize_checkpoint
+from trl_quant.storage.source import load_whole
 
 
 BF16 = torch.bfloat16
@@ -39,7 +41,7 @@ ADAPTERS = {
 
 def save_adapter(base: str, path: Path, scale: float = 1.0, **options) -> Path:
     """An adapter with random weights, B times `scale`, for a saved model."""
-    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    model = load_whole(base, {}, dtype="auto")
     settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
@@ -56,7 +58,7 @@ def save_adapter(base: str, path: Path, scale: float = 1.0, **options) -> Path:
 
 def merged(base: str, adapter: Path) -> dict[str, torch.Tensor]:
     """PEFT's own merge, of the whole model in memory."""
-    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    model = load_whole(base, {}, dtype="auto")
     return PeftModel.from_pretrained(model, adapter).merge_and_unload().state_dict()
 
 
@@ -74,7 +76,7 @@ def refusal(output: Path, *options) -> str:
 
 
 def weights(checkpoint) -> dict[str, torch.Tensor]:
-    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto").state_dict()
+    return load_whole(checkpoint, {}, dtype="auto").state_dict()
 
 
 def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
@@ -108,6 +110,25 @@ def test_families(family, tmp_path):
     base = save_tiny(tmp_path / "base", family)
     path = save_adapter(base, tmp_path / "adapter")
     assert_equal(weights(export(tmp_path / "out", "--adapter", path)), merged(base, path))
+
+
+@pytest.mark.parametrize("family", rest_is_long(READERS, "gemma3"))
+def test_models_that_read_images(family, tmp_path):
+    """Text, tower and what joins them, whose tensors have other names on disk; also where the text is quantized."""
+    base = save_reader(tmp_path / "base", family)
+    path = save_adapter(base, tmp_path / "adapter", modules_to_save=["input_layernorm"])
+    out = export(tmp_path / "out", "--adapter", path)
+    assert_equal(weights(out), merged(base, path))
+    before, after = (load_file(Path(saved) / "model.safetensors") for saved in (base, out))
+    assert before.keys() == after.keys()
+    moved = [name for name in before if not torch.equal(before[name], after[name])]
+    for parts in (("layers.1", "down_proj.weight"), ("layers.1.input_layernorm",), ("vis", ".1.", "weight")):
+        assert any(all(part in name for part in parts) for name in moved), parts
+
+    command(["prepare", "--model", base, "--format", "int4", "--output", str(tmp_path / "int4")])
+    rounded = export(tmp_path / "rounded", "--model", tmp_path / "int4")
+    out = export(tmp_path / "from-int4", "--adapter", path, "--model", tmp_path / "int4")
+    assert_equal(weights(out), merged(rounded, path))
 
 
 @pytest.mark.parametrize(("dtype", "says"), [(torch.float32, "32 bits"), (BF16, "16 bits")])
@@ -374,10 +395,16 @@ def test_what_is_refused(tmp_path):
     assert "neither adapter_model.safetensors nor" in refusal(out, "--adapter", adapter)
 
 
-def test_shared_heads_are_refused(tmp_path):
-    base = save_tiny(tmp_path / "base", tied=True)
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen2_5_vl"])
+def test_shared_heads_are_refused(family, tmp_path):
+    """Of Qwen2.5-VL, the outer config alone says that they are shared."""
+    base = save_reader(tmp_path / "base", family) if family in READERS else save_tiny(tmp_path / "base", tied=True)
+    if family == "qwen2_5_vl":
+        config, weights = Path(base, "config.json"), Path(base, "model.safetensors")
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
+        save_file({n: w for n, w in load_file(weights).items() if n != "lm_head.weight"}, weights, {"format": "pt"})
     path = save_adapter(base, tmp_path / "adapter", modules_to_save=["embed_tokens"])
-    assert "shares between embedding and head" in refusal(tmp_path / "out", "--adapter", path)
+    assert "embed_tokens.weight, which the base shares between" in refusal(tmp_path / "out", "--adapter", path)
 
 
 # Killed runs

@@ -20,7 +20,10 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.cli import main as command
 from trl_quant.formats import global_scale, quantize
+from trl_quant.report.runs import read_run
+from trl_quant.storage.identity import MODEL_FILES
 from trl_quant.storage.layout import check_files, checkpoint_stream, linear_layers, quantize_checkpoint
+from trl_quant.storage.manifest import MANIFEST, check_read
 
 
 ATTENTION, MLP = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}
@@ -234,6 +237,30 @@ def test_what_is_copied(littered, trust, tmp_path):
     assert {path.name for path in (tmp_path / "int8").iterdir()} == {*OWN, *(CODE if trust else [])}
     assert (tmp_path / "int8/tokenizer.json").read_bytes() == (littered / "tokenizer.json").read_bytes()
     AutoModelForCausalLM.from_pretrained(tmp_path / "int8")
+
+
+def test_a_copy_of_what_a_run_saved(tmp_path):
+    """It is whole by itself and no run, be it copied once or twice: the run's records stay behind."""
+    settings = {"rollout_precision": "int8", "uaq_scale": 2.0, "max_steps": 1, "save_strategy": "steps"}
+    args = config(QuantGRPOConfig, tmp_path / "run", save_steps=1, **settings)
+    trainer = make(QuantGRPOTrainer, args, save_tiny(tmp_path / "base"))
+    trainer.train()
+    trainer.save_model(tmp_path / "saved")
+    for source in (tmp_path / "saved", tmp_path / "run/checkpoint-1"):
+        copies = {kind: tmp_path / f"{source.name}-{kind}" for kind in ("int8", "unscaled", "dense", "again")}
+        records = {MANIFEST, "rollout_state.json", "trainer_state.json"}
+        assert len(records & {path.name for path in source.iterdir()}) == (2 if source.name == "saved" else 3)
+        prepare(source, copies["int8"])
+        command(["export", "--model", str(source), "--output", str(copies["unscaled"])])
+        command(["export", "--model", str(copies["int8"]), "--output", str(copies["dense"])])
+        prepare(copies["unscaled"], copies["again"])
+        for copy in copies.values():
+            check_read(copy, MODEL_FILES, "model")
+            assert not records & {path.name for path in copy.iterdir()}
+            with pytest.raises(ValueError, match="holds no run"):
+                read_run(copy)
+        args = config(QuantGRPOConfig, tmp_path / "out", rollout_precision="int8")
+        make(QuantGRPOTrainer, args, str(copies["unscaled"]))
 
 
 @pytest.mark.parametrize("trust", [False, True])

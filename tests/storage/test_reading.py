@@ -165,7 +165,7 @@ def of_model(path: Path) -> None:
 def of_adapter(path: Path) -> None:
     """Reads an adapter as `export` and `eval` read it."""
     read_adapter_config(path)
-    load_adapter(path, skeleton_of(path.parents[1] / "base"))
+    load_adapter(path, skeleton_of(path.parents[1] / "base"), {})
     Trained.find(str(path)).policy("bf16", torch.float32, merged=False)
 
 

@@ -74,7 +74,8 @@ class Adapter:
 
     Attributes:
         layers (`dict[str, LoraLayer | OfTensor]`): Name on disk of an adapted weight (out, in) -> PEFT's layer.
-        replaced (`dict[str, torch.Tensor]`): Name -> parameter that was trained in full (`modules_to_save`, biases).
+        replaced (`dict[str, torch.Tensor]`):
+            Name on disk -> parameter that was trained in full (`modules_to_save`, biases).
     """
 
     layers: dict[str, LoraLayer | OfTensor]
@@ -172,16 +173,21 @@ def read_adapter_config(path: Path) -> dict:
     return config
 
 
-def load_adapter(path: Path, skeleton: PreTrainedModel) -> Adapter:
+def load_adapter(path: Path, skeleton: PreTrainedModel, heads: dict[str, Stored]) -> Adapter:
     """
     Loads an adapter onto a model whose own weights take no memory.
+
+    Args:
+        path (`Path`): The adapter's directory.
+        skeleton ([`~transformers.PreTrainedModel`]): The base's model on the meta device, which PEFT changes.
+        heads (`dict[str, Stored]`): The base's tensors.
 
     Raises:
         ValueError: The adapter does not fit the model, or adapts what is neither a linear layer nor of a mixture.
     """
-    ends = (skeleton.get_input_embeddings(), skeleton.get_output_embeddings())
-    tied = getattr(skeleton.config.get_text_config(), "tie_word_embeddings", False)
-    shared = {f"{name}.weight" for name, module in skeleton.named_modules() if tied and module in ends}
+    on_disk, embeddings = NamesOnDisk(skeleton, heads), skeleton.get_input_embeddings().weight
+    ends = [name for name, param in skeleton.named_parameters(remove_duplicate=False) if param is embeddings]
+    shared = {on_disk.of(name) for name in ends} if len(ends) > 1 else set()
     try:
         with reading(path / CONFIG):
             config = PeftConfig.from_pretrained(path)
@@ -209,8 +215,8 @@ def load_adapter(path: Path, skeleton: PreTrainedModel) -> Adapter:
                     f"{clean_name(name)} {what}, and {tuple(needed)} is needed."
                 )
             linears[NAME].weight = nn.Parameter(found, requires_grad=False)
-        layers |= _matrices(skeleton, changed, layer) if of_tensor else {changed: layer}
-    replaced = {clean_name(name): tensor for name, tensor in weights.items()}
+        layers |= _matrices(on_disk, changed, layer) if of_tensor else {on_disk.of(changed): layer}
+    replaced = {on_disk.of(clean_name(name)): tensor for name, tensor in weights.items()}
     tied_and_replaced = [name for name in replaced if name in shared]
     if tied_and_replaced:
         raise ValueError(
@@ -219,13 +225,13 @@ def load_adapter(path: Path, skeleton: PreTrainedModel) -> Adapter:
     return Adapter(layers, replaced)
 
 
-def _matrices(skeleton: PreTrainedModel, name: str, wrapper: ParamWrapper) -> dict[str, OfTensor]:
+def _matrices(names: NamesOnDisk, name: str, wrapper: ParamWrapper) -> dict[str, OfTensor]:
     """Returns the adapters of a tensor's matrices by their names on disk; one for a router."""
     experts, parts = wrapper.num_experts, EXPERT_PARTS.get(name.rpartition(".")[2], 1)
     numbers = torch.arange(experts * parts).view(experts, parts, 1)  # of the matrices, as the tensor has them
     found = {}
     of_tensor = numbers if EXPERT.fullmatch(name) else numbers[0]
-    for on_disk, number in NamesOnDisk(skeleton).stream([(name, of_tensor)]):
+    for on_disk, number in names.stream([(name, of_tensor)]):
         if on_disk.endswith(".weight"):  # and no buffer of a router
             expert, part = divmod(number.item(), parts)
             found[on_disk] = OfTensor(wrapper, expert, part, parts)

@@ -9,7 +9,8 @@ copies them. Here it converts small tensors that number the matrices, which tell
 views of the policy's tensors.
 
 A model that reads images is published under other names too (`visual.blocks.0`, `vision_tower.vision_model.encoder`),
-and those are the names that engines are known to load.
+and those are the names that engines are known to load. A policy that was loaded knows the names in its checkpoint. For
+one that was built from a config alone they are read from the checkpoint, and renamed as transformers would load them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,7 +18,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key, revert_weight_conversion
 
 from ..models.families import EXPERT_PARTS, ROUTER
 from ..models.linears import is_mixtures, unquantized_linears
@@ -30,12 +32,14 @@ class NamesOnDisk:
 
     Parameters:
         policy ([`~transformers.PreTrainedModel`]): The policy, without wrappers.
+        found (`Iterable[str]`, *optional*): Names in the checkpoint of a policy that was built from its config alone.
     """
 
-    def __init__(self, policy: PreTrainedModel):
+    def __init__(self, policy: PreTrainedModel, found: Iterable[str] = ()):
         self.policy = policy
         self._reads_images = policy.config.get_text_config() is not policy.config
-        self._names: dict[str, str] = {}  # name in memory -> name on disk, of what is no expert
+        # Name in memory -> name on disk, of what is no expert
+        self._names = dict(self._loaded(found)) if self._reads_images else {}
         self._numbers: dict[str, dict[str, int]] = {}  # name in memory -> names on disk -> numbers of the matrices
 
     def stream(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -87,6 +91,14 @@ class NamesOnDisk:
         place = name.removesuffix(".weight")
         named = self.policy.get_submodule(place).named_buffers()
         return {clean_name(f"{place}.{leaf}"): buffer for leaf, buffer in named}  # PEFT may wrap the router
+
+    def _loaded(self, found: Iterable[str]) -> Iterator[tuple[str, str]]:
+        """Yields the names that weights, packed or not, get in memory when they load, each with its name on disk."""
+        renamings = [part for part in get_model_conversion_mapping(self.policy) if isinstance(part, WeightRenaming)]
+        own = self.policy.state_dict()
+        for name in sorted({name.removesuffix("_packed") for name in found}):
+            in_memory, _ = rename_source_key(name, renamings, [], self.policy.base_model_prefix, own)
+            yield in_memory, name
 
     def _numbered(self, name: str, experts: int = 0, parts: int = 1) -> dict[str, int]:
         """

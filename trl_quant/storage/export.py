@@ -220,7 +220,7 @@ def _find_policy(options: ExportOptions) -> tuple[ExportOptions, Policy]:
         options = replace(options, base_format=_base_format(state.get("settings", {})))
     if stored is None and (options.format != "none" or options.base_format is not None):
         source.layers(None if options.format == "none" else options.format)  # raises if one cannot be quantized
-    adapter = None if path is None else load_adapter(path, skeleton)
+    adapter = None if path is None else load_adapter(path, skeleton, heads)
     if adapter is not None:
         adapter.check(heads, stored is not None)
     model_type = skeleton.config.get_text_config().model_type

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..reading import read_json, reading
 from .lock import locked
+from .manifest import MANIFEST, matches
 from .whole import told_if_full, write_whole
 
 
@@ -233,16 +234,19 @@ def fingerprint(*sources: str | Path) -> dict[str, list[int]]:
 
 def copy_files(source: Path, result: Path, with_code: bool) -> None:
     """
-    Copies the files of a checkpoint other than its weights, and its Python files only with `with_code`.
+    Copies the files of a checkpoint other than its weights, and its Python files only with `with_code`. A run's records
+    of the checkpoint stay behind, because they are not true of the copy: its files are others, and no run saved it.
 
     Raises:
         ValueError: As in [`check_links`].
     """
+    from transformers.trainer import TRAINER_STATE_NAME
+
     check_links(source)
     patterns = (*FILES, CODE) if with_code else FILES
+    left_out = ("*.index.json", MANIFEST, ROLLOUT_STATE_NAME, TRAINER_STATE_NAME)
     for item in source.iterdir():
-        named = any(fnmatchcase(item.name, pattern) for pattern in patterns)
-        if named and item.is_file() and not item.name.endswith(".index.json"):
+        if matches(item.name, patterns) and not matches(item.name, left_out) and item.is_file():
             shutil.copyfile(item, result / item.name)
 
 
