@@ -169,6 +169,19 @@ def test_a_copy_with_other_weights(tmp_path):
         copy_check(engine)
 
 
+@pytest.mark.parametrize("noise", [{}, {"noise_schedule": "exponential"}])
+def test_a_copy_that_is_no_number(tmp_path, noise):
+    """With noise the bound comes from a second pass of the copy, and would be infinite. The policy is sound."""
+    engine = embedded(tmp_path, **noise).vllm_generation.engine
+    engine.sync()
+    copy_check(engine)
+    for model, says in ((engine.copy, "computes another function than the copy"), (engine.model, "policy itself is b")):
+        hook = model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output * torch.nan)
+        with pytest.raises(RuntimeError, match=says):
+            copy_check(engine)
+        hook.remove()
+
+
 def test_what_is_seen():
     model, other = tiny_model(seed=3), tiny_model(seed=4)
     assert function_of(model) == function_of(model.train()) == function_of(other)

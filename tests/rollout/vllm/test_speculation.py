@@ -356,6 +356,7 @@ def test_compared():
     assert found["sync_check/speculation_bound"] == pytest.approx(0.042, abs=2e-3)
     assert "differ by 0.050 nats on average" in compared(logps - 0.05, expected, jitter)[0]  # a bias of every token
     assert "512 have no log" in compared(torch.full_like(logps, torch.nan), expected, jitter)[0]
+    assert "differ by nan nats" in compared(logps, expected * torch.nan, jitter * torch.nan)[0]
     surprising = torch.stack([logps, expected[..., 1] + 0.4, expected[..., 2]], -1)
     assert "but the tokens are not" in compared(logps, surprising, jitter)[0]
     assert compared(logps, torch.stack([logps, expected[..., 1] + 0.2, expected[..., 2]], -1), jitter)[0] is None

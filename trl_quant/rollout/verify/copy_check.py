@@ -68,7 +68,11 @@ def copy_check(engine) -> dict[str, float]:
     difference, bound = mean_difference(sampled, expected), FLOOR
     if engine.multiplies_codes or engine.wide_norms or (stand_ins and _has_other_kernels(engine)):
         bound += SLACK * mean_difference(logps(engine.copy, Rounding(device)), sampled)
-    fault = None if difference <= bound else _described(engine, difference, bound)
+    fault = None
+    if not all(row.isfinite().all() for row in expected):
+        fault = _broken_policy(engine)
+    elif not math.isfinite(difference) or difference > bound:
+        fault = _described(engine, difference, bound)
     faults = [other for other in gather_object([fault]) if other]
     if faults:
         raise RuntimeError(faults[0])
@@ -88,12 +92,14 @@ def _has_other_kernels(engine) -> bool:
     return bool(flow(engine.model)) or any("forward" in vars(module) for module in own)
 
 
+def _broken_policy(engine) -> str:
+    broken = engine.weights.first_non_finite()
+    cause = "its log-probabilities are not finite" if broken is None else f"its `{broken}` holds NaN or infinity"
+    return f"The policy itself is broken, not the engine: {cause}."
+
+
 def _described(engine, difference: float, bound: float) -> str:
     """Describes how the copy differs from the policy, and what may be changed."""
-    if not math.isfinite(difference):
-        broken = engine.weights.first_non_finite()
-        cause = "its log-probabilities are not finite" if broken is None else f"its `{broken}` holds NaN or infinity"
-        return f"The policy itself is broken, not the engine: {cause}."
     linears = engine.weights.linears()
     policy, copy = (
         # The classes of linear layers differ by design, so only their hooks, which come last, are compared
