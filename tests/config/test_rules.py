@@ -15,12 +15,14 @@ from rule_runs import (
     BF16_VLLM,
     DIFFUSION,
     DISTILLATION,
+    EAGLE,
     GRPO,
     INT8,
     LORA,
     MASK,
     PPO,
     RLOO,
+    VLLM,
     build,
     from_disk,
     tiny,
@@ -68,6 +70,32 @@ def test_a_real_config_breaks_it(idea, number, tmp_path, monkeypatch, caplog):
             setattr(args, name, value)
         message = rule.broken(Given(args, case.model(tmp_path) if case.model else None, others))
     assert message is not None and case.says in message, message
+
+
+@pytest.mark.parametrize(
+    ("drafts", "refused"),
+    [
+        (EAGLE, True),
+        ({"method": "draft_model", "model": "a/draft"}, True),
+        ({"model": "a/draft"}, True),
+        ({"method": "mtp"}, True),
+        ({"method": "ngram"}, False),
+        ({"method": "suffix"}, False),
+        ({"model": "[ngram]"}, False),
+        (None, False),
+    ],
+)
+def test_a_sleep_that_discards_a_model_that_drafts(drafts, refused):
+    """By vLLM's method, or the model's name without one; a sleep of level 1 keeps the model."""
+    (rule,) = (rule for rule in RULES["vllm"] if "model that drafts" in rule.message)
+    given = VLLM | {"vllm_engine_kwargs": {"speculative_config": drafts}, "vllm_enable_sleep_mode": True}
+    if refused:
+        with pytest.raises(ValueError, match="Set `vllm_sleep_level=1`"):
+            build(GRPO, **given)
+    else:
+        build(GRPO, **given)
+    for kept in ({"vllm_sleep_level": 1}, {"vllm_enable_sleep_mode": False}):
+        assert rule.broken(Given(build(GRPO, **given | kept), None, {})) is None
 
 
 def test_known_kernels_of_experts_may_be_asked_for(tmp_path):

@@ -11,6 +11,7 @@ from rule_runs import (
     DIFFUSION,
     DISTILLATION,
     DRAFTING,
+    EAGLE,
     EXACT,
     INT8,
     LORA,
@@ -163,6 +164,13 @@ CASES = {
         Case("with `rollout_worker`, which samples instead", ASYNC, INT8, others={"rollout_worker": print}),
         Case("`fork_threshold_tokens`=9 acts only with `tools`", ASYNC, THREAD | {"fork_threshold_tokens": 9}),
         Case("caps the logits of its attention", ASYNC, THREAD, model=tiny("gemma2")),
+        Case(
+            "`residual_dropout`=0.1 and `lora_dropout`=0.2 with `gradient_checkpointing`=True",
+            ASYNC,
+            THREAD,
+            others={"peft_config": LoraConfig(lora_dropout=0.2)},
+            model=tiny("seed_oss", residual_dropout=0.1),
+        ),
     ],
     "sampler": [
         Case("with FSDP1, which joins", fields=INT8, assigned={"fsdp_plugin_args": {"fsdp_version": 1}}),
@@ -217,6 +225,10 @@ CASES = {
         Case("'kv_cache_dtype'='int3'", fields={**VLLM, "vllm_engine_kwargs": {"kv_cache_dtype": "int3"}}),
         Case("has ['x'], which vLLM does not take", fields={**VLLM, "vllm_engine_kwargs": {"x": 1}}, needs_vllm=True),
         Case("`min_p`=0.1 with 'speculative_config'", fields={**VLLM, **DRAFTING, "min_p": 0.1}),
+        Case(
+            "the weights of the model that drafts",
+            fields={**VLLM, "vllm_engine_kwargs": {"speculative_config": EAGLE}, "vllm_enable_sleep_mode": True},
+        ),
         Case("a server takes its arguments", fields={**SERVER, "vllm_engine_kwargs": {"enforce_eager": True}}),
         Case("must not hold 'n'", fields={**VLLM, "generation_kwargs": {"n": 2}}),
         Case("must not hold 'logprobs'", fields={**VLLM, "generation_kwargs": {"logprobs": 2}}),

@@ -5,16 +5,20 @@ alone is quantized, and each family trains with images, also with an adapter, wi
 
 import pytest
 import torch
+from accelerate import Accelerator
 from datasets import Dataset
 from long_tests import rest_is_long
 from peft import LoraConfig
-from readers import READERS, load_reader, picture, processed, save_reader
+from readers import READERS, load_reader, picture, processed, reader, save_reader
+from tiny import tiny_model, tiny_tokenizer
 from torch import nn
 from training import metrics, trainer_for
 from transformers import AutoProcessor
 
 from trl_quant.layers import EngineLinear
 from trl_quant.models.norms import feeding_norms
+from trl_quant.rollout import TransformersEngine
+from trl_quant.rollout.engine import requests_for
 from trl_quant.scaling import apply_uaq
 
 
@@ -129,3 +133,14 @@ def test_training_in_the_samplers_numbers(paths, family, tmp_path):
     assert all(entry["mismatch/abs_logp_diff"] < 2e-3 for entry in metrics(trainer) if "loss" in entry)
     moved = {name for name, param in trainer.model.named_parameters() if not torch.equal(param, start[name])}
     assert {name for name in start if name.startswith("model.") and name.endswith("weight")} <= moved
+
+
+def test_a_policy_of_text_with_a_processor():
+    """It has no image token whose samples would be prevented, and samples what it does with a tokenizer."""
+    samples = []
+    for given in (reader("gemma3")[1], tiny_tokenizer()):
+        made = TransformersEngine(tiny_model(), Accelerator(cpu=True), given, precision="bf16", max_completion_length=6)
+        made.sync()
+        torch.manual_seed(0)
+        samples.append(made.sample(requests_for([[1, 2, 3]])).token_ids)
+    assert samples[0] == samples[1]

@@ -378,6 +378,23 @@ def test_not_a_number(synced):
     assert "policy itself" not in str(error.value)
 
 
+@pytest.mark.parametrize("jitter", [False, True])
+def test_a_reference_that_is_no_number_bounds_nothing(synced, monkeypatch, jitter):
+    """One of its log-probabilities, with finite weights: the bound would be infinite too."""
+    sampler, logps = synced(), self_check.Reference.logps
+
+    def overflowing(self, *args, **given):
+        rows = logps(self, *args, **given)
+        if given.get("jitter", False) == jitter:
+            rows[0][3] = torch.nan
+        return rows
+
+    sampler.check_sync()
+    monkeypatch.setattr(self_check.Reference, "logps", overflowing)
+    with pytest.raises(RuntimeError, match="a log-probability of the engine, or of the policy in its format, is not f"):
+        sampler.check_sync()
+
+
 def test_a_policy_that_is_no_number_is_not_the_engines_fault(synced):
     sampler = synced("bf16")
     weight = sampler.model.get_parameter("model.layers.1.post_attention_layernorm.weight")

@@ -221,6 +221,21 @@ def is_tested(config) -> bool:
     return not FAMILIES.keys().isdisjoint({config.model_type, config.get_text_config().model_type})
 
 
+def wider_window(config, context: int | None) -> int | None:
+    """
+    Returns the window, in tokens, of some of a model's layers, if vLLM's see more and a row can be longer.
+
+    Args:
+        config ([`~transformers.PreTrainedConfig`]): The model's config, with or without a text config inside.
+        context (`int` or `None`): The longest sequence that vLLM takes, in tokens; `None` for vLLM's default.
+    """
+    config = config.get_text_config()
+    family, window = FAMILIES.get(config.model_type), getattr(config, "sliding_window", None)
+    if family is None or not family.wider_in_vllm or window is None or "sliding_attention" not in config.layer_types:
+        return None
+    return window if context is None or context > window else None
+
+
 def family_of(model_type: str) -> Family:
     """Returns the family of a transformers `model_type`; `ValueError` if its feeding norms are not known."""
     known = families_with("feeds")
@@ -253,6 +268,14 @@ def _is_one_of(module: nn.Module, classes: dict[str, str | None]) -> bool:
         if type(module).forward is family_class.forward:  # FSDP's subclasses keep the forward pass
             return True
     return False
+
+
+def token_of_images(config) -> int | None:
+    """
+    Returns the token of which a prompt has one for each feature of its images, as a transformers config names it;
+    `None` if the model reads only text.
+    """
+    return getattr(config, "image_token_id", None)
 
 
 def number_of_experts(config: dict) -> int:

@@ -59,8 +59,9 @@ DROPS = (
     "'residual_dropout': 0.0}`."
 )
 WIDER = (
-    "vLLM's layers with a window see one token more than transformers', so that `vllm_max_model_length` may not be "
-    "above the window. The head must be tied to the embeddings, as in published models: vLLM reads no other."
+    "vLLM's layers with a window see one token more than transformers', so that `vllm_max_model_length`, or a server's "
+    "`--max-model-len`, may not be above the window. The head must be tied to the embeddings, as in published models: "
+    "vLLM reads no other."
 )
 TIED = "The head must be tied to the embeddings, as in published models: vLLM reads no other."
 AS_TRANSFORMERS = (

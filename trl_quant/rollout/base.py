@@ -24,7 +24,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from ..formats import QuantizedTensor
-from ..models.families import is_tested
+from ..models.families import is_tested, token_of_images
 from ..models.linears import sampled_linears
 from ..models.routers import routers
 from ..noise import noised_norms, norm_noise
@@ -151,8 +151,8 @@ class RolloutEngine:
 
     @property
     def image_token(self) -> int | None:
-        """The token of which a prompt has one for each feature of its images; `None` if the policy reads only text."""
-        return getattr(self.weights.base_model.config, "image_token_id", None)
+        """The policy's [`~models.families.token_of_images`]."""
+        return token_of_images(self.weights.base_model.config)
 
     @property
     def context(self) -> int | None:

@@ -135,9 +135,12 @@ class PolicyWeights:
         return groups
 
     def _unmerged(self, layer: BaseTunerLayer) -> dict[str, Tensor]:
-        """Returns the parameters of an adapted layer's base. The weight is a placeholder, see [`stream`]."""
-        own = layer.get_base_layer().named_parameters()
-        return {name: param.data if name == "weight" else self.full(param) for name, param in own}
+        """As [`merged`], but the weight is the base's own, a placeholder, see [`stream`]."""
+        own = dict(layer.get_base_layer().named_parameters())
+        params = {name: param.data if name == "weight" else self.full(param) for name, param in own.items()}
+        if "bias" in params:
+            params["bias"] = self.bias_of_linear(layer)
+        return params
 
     def _is_adapters(self, name: str) -> bool:
         """
@@ -328,6 +331,17 @@ class PolicyWeights:
                 return layer.dequantize()
             with self.gathered([layer.weight]), self.whole(layer):
                 return self.dense(layer, layer.weight)
+
+    def bias_of_linear(self, layer: nn.Module) -> Tensor | None:
+        """Returns the bias of a linear layer, shape (out,), with its adapters merged; `None` if it has none."""
+        base = base_layer(layer)
+        if base.bias is None:
+            return None
+        if isinstance(layer, BaseTunerLayer) and not merges_by_adding(layer):  # IA3, and LoRA with `lora_bias`
+            with torch.autocast(self.device.type, enabled=False):
+                return self.merged(layer)["bias"]
+        with self.gathered([base.bias]):
+            return self.full(base.bias).clone()
 
     @torch.no_grad()
     def merged(self, layer: BaseTunerLayer) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator
 from long_tests import rest_is_long
 from tiny import FURTHER, SCALED, SIZES, tiny_tokenizer
 from torch import nn
@@ -14,6 +15,8 @@ from vllm import __version__ as VLLM_VERSION
 from vllm_engines import engine, fresh, greedy, policy, update
 
 from trl_quant.models.families import FAMILIES
+from trl_quant.rollout.vllm.server import VLLMServerEngine
+from trl_quant.rollout.vllm.serving import BACKEND
 
 
 pytestmark = pytest.mark.vllm
@@ -77,6 +80,21 @@ def test_a_window_that_is_wider_in_vllm(tmp_path):
     sampler.sync()
     with pytest.raises(RuntimeError, match="does not sample from the policy"):
         sampler.check_sync()
+
+
+def test_a_server_whose_window_would_be_wider(tmp_path, monkeypatch):
+    """It is refused where a row can be longer than the policy's window."""
+    monkeypatch.setattr(VLLMServerEngine, "start", lambda self: None)
+    model = policy(tmp_path / "model", family="cohere2")
+    sampler = VLLMServerEngine(model, Accelerator(cpu=True), tiny_tokenizer(), mode="server", precision="bf16")
+    served = {"logprobs_mode": "processed_logprobs", "quantization": None, "dtype": "torch.bfloat16"}
+    info = {"cache_config": {"cache_dtype": "auto"}, "weight_transfer_config": {"backend": BACKEND}}
+    window = model.config.sliding_window
+    info["model_config"] = served | {"max_model_len": window}
+    assert sampler.unfit_options(info, model.config) == []
+    info["model_config"]["max_model_len"] = window + 1
+    (fault,) = sampler.unfit_options(info, model.config)
+    assert fault.startswith(f"`--max-model-len {window + 1}`, and {window} or less is needed")
 
 
 @pytest.mark.parametrize("family", rest_is_long(["cohere2", "smollm3"]))

@@ -10,22 +10,24 @@ import torch
 from datasets import Dataset
 from long_tests import rest_is_long
 from peft import LoraConfig, get_peft_model
-from readers import READERS, load_reader, picture, processed, save_reader
-from training import killing, metrics, trainer_for
+from readers import READERS, load_reader, picture, processed, reader, save_reader
+from training import config, killing, metrics, trainer_for
 from transformers import AutoConfig, AutoProcessor
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 from pictured import PICTURES, asked, greedy_pictured, methods, outside_of_text
 from speculating import DRAFTING
-from vllm_engines import SMALL, engine, keep, require_kernels, update
+from vllm_engines import SMALL, engine, keep, policy, require_kernels, update
 
+from trl_quant import QuantGRPOConfig
 from trl_quant.cli import main
 from trl_quant.precisions import PRECISIONS
 from trl_quant.rollout.engine import Request, RolloutNoise
 from trl_quant.rollout.verify.rows import pictured_row
 from trl_quant.rollout.verify.self_check import Reference
 from trl_quant.rollout.vllm.images import placeholders
+from trl_quant.rollout.vllm.serving import images_flag, serve_command, wait_for_server
 
 
 pytestmark = pytest.mark.vllm
@@ -191,6 +193,27 @@ def test_images_whose_tokens_see_each_other_are_refused_on_a_cpu(tmp_path):
     assert len(sampler.draw([asked(processor, [])]).token_ids) == 1
     with pytest.raises(ValueError, match=r"`train_dataset` has images\. In this policy the tokens of an image"):
         pictured_trainer(str(tmp_path / "model"), tmp_path / "out")
+
+
+def test_a_policy_of_text_with_a_processor(tmp_path):
+    """It has no image token whose samples would be prevented, and no image to be checked on."""
+    _, processor = reader("gemma3")
+    sampler = engine(policy(tmp_path / "model", family="qwen3"), "bf16", processor)
+    assert sampler.image_token is None and len(sampler.draw([asked(processor, [])]).token_ids[0]) > 0
+    metrics = sampler.check_sync()
+    assert metrics["sync_check/logp_difference"] < metrics["sync_check/bound"]
+    assert "sync_check/image_bound" not in metrics
+
+
+def test_the_command_of_a_server_serves_images(tmp_path):
+    """Also the one that a run shows before its model is loaded."""
+    model, url = save_reader(tmp_path / "model", "qwen3_vl"), "http://127.0.0.1:9"
+    settings = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "vllm_server_timeout": 0.1}
+    with pytest.raises(ConnectionError) as error:
+        wait_for_server(config(QuantGRPOConfig, tmp_path / "out", rollout_precision="bf16", **settings), model)
+    command = serve_command(model, "bf16", url, reads_images=True)
+    assert str(error.value).endswith(f"Start it with:\n\n{command}\n")
+    assert command == f"{serve_command(model, 'bf16', url)} {images_flag()}".rstrip()
 
 
 def test_images_beside_speculative_decoding_are_refused(tmp_path):

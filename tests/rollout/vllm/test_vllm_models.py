@@ -6,6 +6,7 @@ import torch
 from drawing import generated
 from long_tests import rest_is_long
 from peft import LoraConfig, get_peft_model
+from readers import load_reader, save_reader
 from tiny import FAMILIES, save_tiny, tiny_tokenizer
 from training import lora, trainer_for
 from transformers import AutoModelForCausalLM
@@ -15,6 +16,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm_engines import SMALL, engine, fp8_block_anywhere, fresh, greedy, keep, policy, update
 
 from trl_quant import QuantGRPOTrainer
+from trl_quant.rollout import VLLMEngine
+from trl_quant.rollout.vllm import kernel_checks
 
 
 pytestmark = pytest.mark.vllm
@@ -27,15 +30,20 @@ def adapted(path, adapter: peft.PeftConfig, **options) -> peft.PeftModel:
     return model
 
 
-def assert_samples_from(model, precision: str, path, **options) -> None:
-    """After syncs an engine has the bits of one that starts on the weights that PEFT merges, and passes the check."""
+def assert_samples_from(model, precision: str, path, **options) -> VLLMEngine:
+    """
+    After syncs an engine has the bits of one that starts on the weights that PEFT merges, and passes the check. Returns
+    the engine.
+    """
     sampler = engine(model, precision, **options)
     for seed in (1, 2):
         update(model, seed, size=0.05)
         sampler.sync()
         metrics = sampler.check_sync()
         assert metrics["sync_check/logp_difference"] < metrics["sync_check/bound"]
+        assert sampler.differing_weight() is None
     assert greedy(sampler.llm) == greedy(fresh(model, precision, path / "fresh"))
+    return sampler
 
 
 def refused(call, *words) -> None:
@@ -66,6 +74,30 @@ ADAPTERS = {
 @pytest.mark.parametrize("kind", rest_is_long(ADAPTERS, "AdaLoRA", "tokens"))
 def test_adapters(tmp_path, kind):
     assert_samples_from(adapted(tmp_path / "model", ADAPTERS[kind], tied=False), "int8", tmp_path)
+
+
+OF_BIASES = {
+    "a bias of LoRA": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_bias=True),
+    "IA3": peft.IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]),
+}
+
+
+@pytest.mark.parametrize("kind", OF_BIASES)
+def test_adapters_that_change_biases(tmp_path, kind):
+    """The check knows the bias that PEFT merges, and finds the base's in its place."""
+    model = adapted(tmp_path / "model", OF_BIASES[kind], family="qwen2", tied=False)
+    sampler = assert_samples_from(model, "int8", tmp_path)
+    base = model.get_base_model().model.layers[1].self_attn.v_proj.get_base_layer().bias.data
+
+    def hold_the_base(vllm_model):
+        held = vllm_model.get_parameter("model.layers.1.self_attn.qkv_proj.bias").data[-len(base) :]
+        assert not torch.equal(held, base.to(held))
+        held.copy_(base)
+
+    sampler.llm.apply_model(hold_the_base)
+    assert sampler.differing_weight() == "model.layers.1.self_attn.q_proj.bias"
+    with pytest.raises(RuntimeError, match="corrupted"):
+        sampler.check_sync()
 
 
 def test_one_of_the_layers_that_are_quantized_as_one(tmp_path, monkeypatch):
@@ -178,6 +210,21 @@ def test_biases_that_vllm_lacks(tmp_path):
     assert_samples_from(policy(tmp_path / "llama", family="llama", attention_bias=True), "bf16", tmp_path)
 
 
+def test_a_server_that_lacks_biases_is_found(tmp_path, monkeypatch):
+    """Before anything is trained, also where the biases are too small for the text to show."""
+    monkeypatch.setattr(kernel_checks, "check_biases", lambda model, layers: None)  # a server does not call it
+    model = policy(tmp_path / "model", attention_bias=True)
+    for name, param in model.named_parameters():
+        if name.endswith("o_proj.bias"):
+            param.data.normal_(std=0.01)
+    sampler = engine(model, "int8")
+    sampler.sync()
+    lacking = "model.layers.0.self_attn.o_proj.bias"
+    assert sampler.differing_weight() == lacking
+    with pytest.raises(RuntimeError, match=f"the engine holds another `{lacking}` than the policy"):
+        sampler.check_sync()
+
+
 def test_a_head_that_vllm_lacks(tmp_path):
     model = policy(tmp_path / "model", family="gemma2", tied=False)
     refused(lambda: engine(model, "bf16"), "vLLM's model has no head of its own", "use_vllm=False")
@@ -186,7 +233,25 @@ def test_a_head_that_vllm_lacks(tmp_path):
 def test_a_head_that_was_tied_in_memory(tmp_path):
     model = policy(tmp_path / "model", tied=False)
     model.lm_head.weight = model.model.embed_tokens.weight
-    refused(lambda: engine(model, "int8"), "head has the weight of its embeddings", "tie_word_embeddings=False")
+    refused(lambda: engine(model, "int8"), "head has the weight of its embeddings", "Set `config.tie_word_embeddings=")
+
+
+def test_a_tied_head_of_which_a_config_says_otherwise(tmp_path):
+    """The message names the fields that let the model sample: transformers reads the outer config, vLLM the inner."""
+    model, processor = load_reader(save_reader(tmp_path / "model", "gemma3"))
+    outer, inner = model.config, model.config.text_config
+    outer.tie_word_embeddings = inner.tie_word_embeddings = False
+    fields = [f"`config.{place}tie_word_embeddings=True`" for place in ("", "text_config.")]
+    refused(lambda: engine(model, "int8", processor), f"Set {' and '.join(fields)}, save")
+    outer.tie_word_embeddings = True
+    model.save_pretrained(tmp_path / "model")
+    model, _ = load_reader(str(tmp_path / "model"))
+    refused(lambda: engine(model, "int8", processor), f"Set {fields[1]}, save")
+    model.config.text_config.tie_word_embeddings = True
+    model.save_pretrained(tmp_path / "model")
+    sampler = engine(load_reader(str(tmp_path / "model"))[0], "int8", processor)
+    sampler.sync()
+    assert sampler.differing_weight() is None
 
 
 # Tokens that end a completion

@@ -36,10 +36,13 @@ def _has_turns(run: Given) -> bool:
     return any(run.others.get(name) for name in ("tools", "environment_factory"))
 
 
-def _redrawn_dropout(run: Given) -> float | None:
-    """Returns an adapter's dropout that a recomputation would draw anew, while a thread draws from the same numbers."""
-    draws = _samples(run) and not run.args.use_vllm and run.args.gradient_checkpointing
-    return getattr(run.peft_config, "lora_dropout", None) if draws else None
+def _redrawn_dropout(run: Given) -> str:
+    """Names the dropout that a recomputation would draw anew, while a thread draws from the same random numbers."""
+    if not _samples(run) or run.args.use_vllm or not run.args.gradient_checkpointing:
+        return ""
+    fields = [vars(config) for config in (run.config.get_text_config(), run.peft_config) if config is not None]
+    given = {name: value for found in fields for name, value in found.items() if name.endswith("dropout") and value}
+    return " and ".join(f"`{name}`={value!r}" for name, value in given.items())
 
 
 def _loaded_otherwise(run: Given) -> str:
@@ -92,14 +95,6 @@ RULES = (
         when=lambda run: run.args.is_asynchronous and run.args.rollouts_in_flight > 1,
         message="`rollouts_in_flight`={args.rollouts_in_flight!r}: a trainer that samples while it trains has no "
         "generations to carry completions between. `max_inflight_tasks` limits the completions in flight.",
-    ),
-    Rule(
-        ("use_vllm", "gradient_checkpointing"),
-        when=_redrawn_dropout,
-        message="`lora_dropout`={found!r} with `gradient_checkpointing`=True: the thread that samples shares torch's "
-        "random numbers with the training, so the backward pass would drop other values than the forward pass. Set "
-        "`lora_dropout=0`, or `gradient_checkpointing=False`.",
-        needs="arguments",
     ),
     Rule(
         ("is_correction", "use_vllm"),
@@ -183,6 +178,14 @@ RULES = (
         when=lambda run: run.args.is_asynchronous and why_no_tree(run.config),
         message="The policy {found}, and samples of the asynchronous trainer share a row, in a trie of their prefixes. "
         "Train it with QuantGRPOTrainer.",
+        needs="model",
+    ),
+    Rule(
+        ("use_vllm", "gradient_checkpointing"),
+        when=lambda run: run.args.is_asynchronous and _redrawn_dropout(run),
+        message="{found} with `gradient_checkpointing`=True: the thread that samples shares torch's random numbers "
+        "with the training, so the backward pass would drop other values than the forward pass. Set the dropout to 0, or "
+        "`gradient_checkpointing=False`.",
         needs="model",
     ),
 )

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from transformers import AutoConfig
 
 from ...models.architecture import differences
-from ...models.families import FAMILIES
+from ...models.families import wider_window
 from ...models.positions import LONGROPE, switching, why_vllm_differs
 from ...precisions import in_vllm
 from ...reading import reading
@@ -21,6 +21,7 @@ from ...rollout.vllm.support import (
     refused_by_vllm,
     sampling_parameters,
 )
+from ...run_spec import DISCARDS
 from ...storage.quantization import check_prepared
 from ..given import Given
 from .rule import Rule, acts_only, check_rules, refusal
@@ -30,6 +31,7 @@ from .sampler import given_options
 MODEL_IMPLS = ("vllm", "transformers", "auto")
 COLOCATED_FIELDS = ("vllm_engine_kwargs", "vllm_sleep_level", "lora_sync")  # they act only on a colocated engine
 OF_ENGINES = (*COLOCATED_FIELDS, "sync_check_steps")
+DRAFT_WITHOUT_MODEL = ("ngram", "[ngram]", "ngram_gpu", "suffix")  # vLLM's methods that load no weights to draft
 BESIDE_DRAFTS = ("temperature", "top_p", "top_k")  # options that the check of speculative decoding computes
 OF_EXPERTS = {  # arguments that change how experts are held or computed, with the values that may be given
     "enable_eplb": (False,),
@@ -67,6 +69,13 @@ def _beside_drafts(run: Given) -> str:
     """Lists the sampling options of a run that may not stand beside speculative decoding."""
     options = biasing_options(run.args) if _samples_here(run) and _drafting(run) else {}
     return " and ".join(f"`{name}`={value!r}" for name, value in options.items() if name not in BESIDE_DRAFTS)
+
+
+def _drafter(run: Given) -> str | None:
+    """Returns the method, or else the name, of a model that vLLM loads to draft; `None` if there is none."""
+    drafting = _drafting(run)
+    found = drafting.get("method") or drafting.get("model")
+    return None if found in DRAFT_WITHOUT_MODEL else found
 
 
 def _reserved_arguments(run: Given) -> str:
@@ -110,15 +119,6 @@ def _other_positions(run: Given) -> tuple[str, str] | None:
     if found.rope_type in LONGROPE and run.args.vllm_model_impl != "transformers":
         cure = "Make the two factors equal in the model's config.json"
     return why, cure
-
-
-def _wider_window(run: Given) -> int | None:
-    """Returns the policy's window, if vLLM's is another one and a row can be longer."""
-    config, context = run.config.get_text_config(), run.args.vllm_max_model_length
-    family, window = FAMILIES.get(config.model_type), getattr(config, "sliding_window", None)
-    if family is None or not family.wider_in_vllm or window is None or "sliding_attention" not in config.layer_types:
-        return None
-    return window if context is None or context > window else None
 
 
 def _names_start(run: Given) -> bool:
@@ -248,6 +248,12 @@ RULES = (
         "options where it speculates (`min_p`, `logit_bias`, `logits_processors`), and the self-check of its samples "
         f"computes only {', '.join(map(repr, BESIDE_DRAFTS))}. Leave one of the two out.",
     ),
+    Rule(
+        ("vllm_engine_kwargs", "vllm_sleep_level", "vllm_enable_sleep_mode"),
+        when=lambda run: _samples_here(run) and run.spec.sampler.sleep_level == DISCARDS and _drafter(run),
+        message="`vllm_engine_kwargs` has 'speculative_config' with {found!r}, and `vllm_sleep_level`=2 discards the "
+        "weights of the model that drafts: no sync brings them back. Set `vllm_sleep_level=1`.",
+    ),
     acts_only(
         COLOCATED_FIELDS,
         "`vllm_mode='colocate'`: a server takes its arguments when it is started, and merged weights",
@@ -287,7 +293,7 @@ RULES = (
     ),
     Rule(
         ("vllm_max_model_length",),
-        when=lambda run: _samples_here(run) and _wider_window(run),
+        when=lambda run: _samples_here(run) and wider_window(run.config, run.args.vllm_max_model_length),
         message="`vllm_max_model_length`={args.vllm_max_model_length}: some of the policy's layers see {found} tokens, "
         "and vLLM's, since 0.31 at the latest, one more. Set `vllm_max_model_length` to {found} or less, or sample "
         "with `use_vllm=False`.",

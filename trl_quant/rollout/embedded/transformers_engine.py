@@ -105,7 +105,7 @@ class TransformersEngine(RolloutEngine):
             "cache_implementation": self.cache_implementation,
             **settings.generation_kwargs,
         }
-        if isinstance(self.processing_class, ProcessorMixin):
+        if isinstance(self.processing_class, ProcessorMixin) and self.image_token is not None:
             # No image would belong to an image token that is sampled
             options.setdefault("suppress_tokens", [self.image_token])
         return options

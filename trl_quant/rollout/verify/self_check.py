@@ -162,11 +162,13 @@ def self_check(engine, quick: bool = False) -> dict[str, float]:
         fault = "stale: the prefix cache still holds keys and values from before the last sync"
     elif changed_scale is not None:
         fault = f"stale: {changed_scale}"
-    elif not difference <= bound:
+    elif not math.isfinite(difference + bound):
+        fault = "not to be compared: a log-probability of the engine, or of the policy in its format, is not finite"
+    elif difference > bound:
         fault = _explain_difference(engine, sequences, sampled, bound, last)
     elif differing_weight is not None:
         fault = f"corrupted: the engine holds another `{differing_weight}` than the policy"
-    elif pictured is not None and not pictured[0] <= pictured[1]:
+    elif pictured is not None and not (math.isfinite(sum(pictured)) and pictured[0] <= pictured[1]):
         difference, bound = pictured
         fault = "those of the policy for text, but not for an image: it places or computes images in another way"
     _require_no_fault(engine, fault, difference, bound)
@@ -178,14 +180,15 @@ def self_check(engine, quick: bool = False) -> dict[str, float]:
 
 def _pictured_difference(engine, reference: "Reference", longest: int) -> tuple[float, float] | None:
     """
-    Compares engine and policy on a prompt with a picture, if the run's processor makes one. What follows an image token
-    is not compared where it is another: no policy has learned to predict them.
+    Compares engine and policy on a prompt with a picture, if they take one and the run's processor makes one. What
+    follows an image token is not compared where it is another: no policy has learned to predict them.
 
     Returns:
         `tuple[float, float]`: The mean difference and its bound, in nats.
     """
     longest -= PICTURED_TOKENS - CHECKED_TOKENS
-    row = pictured_row(engine.processing_class, longest) if engine.refuses_images is None else None
+    takes_images = engine.image_token is not None and engine.refuses_images is None
+    row = pictured_row(engine.processing_class, longest) if takes_images else None
     if row is None:
         return None
     (ids,), (sampled,) = engine.logps([row.prompt], PICTURED_TOKENS, [row.images])
@@ -386,11 +389,8 @@ class EngineLayer(nn.Module):
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
         """Maps (..., in) to (..., out) in BF16."""
         engine, group, index, rounding = self.setup
-        base, bias = base_layer(group[index]), None
-        if base.bias is not None:
-            with engine.weights.gathered([base.bias]):
-                bias = engine.weights.full(base.bias).clone()
         layer = group[index]
+        base, bias = base_layer(layer), engine.weights.bias_of_linear(layer)
         is_held = isinstance(layer, FrozenLinear) and layer.precision == engine.precision
         if is_held and layer.quantizes_inputs:
             y = held_vllm_linear(x, layer.codes(), engine.precision, bias)  # the engine holds the same frozen base

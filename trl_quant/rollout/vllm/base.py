@@ -104,7 +104,7 @@ class VLLMBase(RolloutEngine):
         without tokens of images.
         """
         given = self.settings.generation_kwargs
-        if isinstance(self.processing_class, ProcessorMixin) and self.drafts is None:
+        if isinstance(self.processing_class, ProcessorMixin) and self.image_token is not None and self.drafts is None:
             # No image would belong to an image token that is sampled
             given = given | {"logit_bias": {self.image_token: -100.0} | (given.get("logit_bias") or {})}
         if given.get("ignore_eos"):
@@ -210,10 +210,13 @@ class VLLMBase(RolloutEngine):
                 "`tie_word_embeddings=False` and start from that, or sample with `use_vllm=False`."
             )
         if not ties and ties_embeddings(policy):
+            configs = {"config": whole} if text is whole else {"config": whole, "config.text_config": text}
+            untied = [name for name, config in configs.items() if not getattr(config, "tie_word_embeddings", True)]
+            fields = " and ".join(f"`{name}.tie_word_embeddings=True`" for name in untied)
             raise ValueError(
                 "The policy's head has the weight of its embeddings, but its config says `tie_word_embeddings=False`, "
-                "and vLLM would expect a weight of the head. Set `config.tie_word_embeddings=True`, save the model "
-                "and start from that, or sample with `use_vllm=False`."
+                f"and vLLM would expect a weight of the head. Set {fields}, save the model and start from that, or "
+                "sample with `use_vllm=False`."
             )
         self.ignore = self.names_on_disk.kept()
         self.travels_quantized = prepared or PRECISIONS[self.precision].travels_quantized

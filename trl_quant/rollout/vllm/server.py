@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ...models.architecture import differences
+from ...models.families import wider_window
 from ...models.linears import sampled_linears
 from ...models.positions import why_vllm_differs
 from ...noise import noised_norms
@@ -176,6 +177,12 @@ class VLLMServerEngine(VLLMBase):
         positions = why_vllm_differs(self.weights.base_model.config, served["max_model_len"])
         if positions is not None:
             faults.append(f"`--max-model-len {served['max_model_len']}`: {positions}")
+        window = wider_window(self.weights.base_model.config, served["max_model_len"])
+        if window is not None:
+            faults.append(
+                f"`--max-model-len {served['max_model_len']}`, and {window} or less is needed: some of the policy's "
+                "layers see so many tokens, and vLLM's, since 0.31 at the latest, one more"
+            )
         allowed = (*UNQUANTIZED, *CACHE_FORMATS)
         if cache["cache_dtype"] not in allowed:
             computed = ", ".join(allowed)

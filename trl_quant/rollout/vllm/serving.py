@@ -14,7 +14,7 @@ import requests
 from packaging.version import Version
 from transformers import AutoConfig, PreTrainedConfig
 
-from ...models.families import number_of_experts
+from ...models.families import number_of_experts, token_of_images
 from ...precisions import PRECISIONS
 from ...reading import reading
 from ...storage.source import skeleton
@@ -94,6 +94,7 @@ def _command_of_run(args, model: str) -> str:
         options["has_experts"] = number_of_experts(config.to_dict()) > 1
         policy = skeleton(config, args.trust_remote_code)
         options["outside"] = outside_decoder(policy, config.architectures or [], "auto")
+        options["reads_images"] = token_of_images(policy.config) is not None
     return serve_command(model, args.spec.sampled_in, server_url(args), **options)
 
 

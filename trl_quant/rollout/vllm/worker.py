@@ -190,15 +190,19 @@ def _are_same(held: Tensor, tensor: Tensor, dtype: torch.dtype) -> bool:
 
 def _differing_biases(model: nn.Module, biases: dict[str, Tensor]) -> list[str]:
     """
-    Returns the names of the policy's biases that differ from those of vLLM's linear layers, for each layer the first.
-    `biases` maps the policy's names of layers to their biases.
+    Returns the names of the policy's biases that differ from those of vLLM's linear layers, for each layer the first,
+    and of those that vLLM's layers lack. `biases` maps the policy's names of layers to their biases.
     """
     fused: dict[LinearBase, dict[int, str]] = {}
-    for name, place in places(model, biases).items():
-        if place is not None and place[0].bias is not None:
-            layer, parts = place
-            fused.setdefault(layer, {})[parts.start] = name
     different = []
+    for name, place in places(model, biases).items():
+        if place is None:
+            continue
+        layer, parts = place
+        if layer.bias is None:
+            different.append(f"{name}.bias")
+        else:
+            fused.setdefault(layer, {})[parts.start] = name
     for layer, name_by_part in fused.items():
         names = [name_by_part[part] for part in sorted(name_by_part)]
         whole = torch.cat([biases[name].to(layer.bias) for name in names])
