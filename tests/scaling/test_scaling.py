@@ -253,7 +253,8 @@ def test_other_adapters_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("family", "saved"), [("qwen3", "input_layernorm"), ("qwen3", "k_proj"), ("qwen3_moe", "mlp.gate")]
+    ("family", "saved"),
+    [("qwen3", "input_layernorm"), ("qwen3", "k_proj"), ("qwen3", "mlp"), ("qwen3_moe", "mlp.gate")],
 )
 def test_copies_that_are_trained_are_refused(family, saved):
     """Of two modules one would be scaled, and the base without the adapter would compute another function."""

@@ -103,6 +103,8 @@ def test_a_run_of_trls_worker_resumes(tmp_path, monkeypatch, given):
     again = asynchronous(tmp_path, given_samples(8, version=4), model=first.model.name_or_path, max_steps=3, **saving)
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 3 and again.rollout_worker._loop_kwargs["dataset_start_index"] == place
+    with pytest.raises(ValueError, match="holds no place in the data for TRL's worker"):
+        again.load_sampling_state("checkpoint", {"runs": []})
     # That of TRL's own trainer holds no more than the place, and is one of the same settings as the defaults
     (tmp_path / "checkpoint-2" / "rollout_state.json").write_text('{"prompt_index": 4, "model_version": 3}')
     (tmp_path / "checkpoint-2" / "manifest.json").unlink()

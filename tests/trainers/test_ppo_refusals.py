@@ -113,7 +113,7 @@ def test_images_that_come_with_a_generation_are_refused():
     """Of a stream, or of tools."""
     with pytest.raises(ValueError, match="A generation has images, and the critic reads only text"):
         ValueStep(None, None).before_loss({"pixel_values": torch.zeros(1, 3, 2, 2)})
-    with pytest.raises(AttributeError):
+    with pytest.raises(AttributeError, match="'args'"):
         ValueStep(None, None).before_loss({"pixel_values": None})
 
 

@@ -19,6 +19,7 @@ Scales the trainer's model in place, before it is sharded.
 """
 
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -131,8 +132,9 @@ def _plan(model: nn.Module, folded: tuple[type, ...]) -> list[_Fed]:
         modules.setdefault(clean_name(name), module)  # an adapted layer comes before the base inside it
     plan = []
     for name, linears in feeding_norms(model_type, (name for name, _ in model.named_parameters())).items():
+        for fed in (name, *linears):
+            _check_single(fed, modules)
         norm = modules[clean_name(name.removesuffix(".weight"))]
-        _check_single(name, norm)
         gain = _dense(name, norm.weight, (norm.weight.numel(),))
         inputs = []
         for linear in linears:
@@ -147,9 +149,10 @@ def _plan(model: nn.Module, folded: tuple[type, ...]) -> list[_Fed]:
     return plan
 
 
-def _check_single(name: str, module: nn.Module) -> None:
-    """Raises `ValueError` for a module of `modules_to_save`, of which there are two: one would be scaled."""
-    if hasattr(module, "original_module"):
+def _check_single(name: str, modules: dict[str, nn.Module]) -> None:
+    """Raises `ValueError` for a tensor within `modules_to_save`, of which there are two: one would be scaled."""
+    paths = accumulate(clean_name(name).split("."), "{}.{}".format)
+    if any(hasattr(modules.get(path), "original_module") for path in paths):
         raise ValueError(f"{name} is trained as a copy (`modules_to_save`), beside its original. {BEFORE_WRAPPING}")
 
 
@@ -160,7 +163,6 @@ def _inputs(name: str, linear: nn.Module | nn.Parameter, channels: int) -> list[
     """
     if isinstance(linear, nn.Parameter):
         return [_dense(name, linear, (*linear.shape[:-1], channels))]
-    _check_single(name, linear)
     base = linear.base_layer if hasattr(linear, "base_layer") else linear
     weight = getattr(base, "weight", None)
     if not isinstance(weight, Tensor):

@@ -184,8 +184,8 @@ RULES = (
         ("use_vllm", "gradient_checkpointing"),
         when=lambda run: run.args.is_asynchronous and _redrawn_dropout(run),
         message="{found} with `gradient_checkpointing`=True: the thread that samples shares torch's random numbers "
-        "with the training, so the backward pass would drop other values than the forward pass. Set the dropout to 0, or "
-        "`gradient_checkpointing=False`.",
+        "with the training, so the backward pass would drop other values than the forward pass. Set the dropout to 0, "
+        "or `gradient_checkpointing=False`.",
         needs="model",
     ),
 )

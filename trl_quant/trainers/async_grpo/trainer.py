@@ -10,6 +10,7 @@ from types import MappingProxyType
 from accelerate.utils import is_peft_model, send_to_device
 from torch import Tensor
 from trl.experimental.async_grpo import AsyncGRPOTrainer
+from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 from trl.models.utils import disable_gradient_checkpointing
 
 from ...config.async_grpo import QuantAsyncGRPOConfig
@@ -227,12 +228,16 @@ class QuantAsyncGRPOTrainer(QuantPrecision, TRLsArguments):
 
     def load_sampling_state(self, checkpoint: str, state: dict) -> None:
         if self._engine is None:
+            if "prompt_index" not in state and isinstance(self.rollout_worker, AsyncRolloutWorker):
+                raise ValueError(
+                    f"{checkpoint} holds no place in the data for TRL's worker: its run sampled in another way."
+                )
             return
         self._engine.load_state_dict(state)
         if "prompt_index" not in state:
             logger.warning("%s is of a run that sampled in another way. The data begin anew.", checkpoint)
             return
-        self.model_version = state["model_version"]
+        self.model_version = state.get("model_version", 0)
         self.sampling_thread.first_row = state["prompt_index"]
         self._groups_before_resume = state.get("groups_trained", state["prompt_index"])
         logger.warning(

@@ -20,6 +20,7 @@ from ...config import QuantPPOConfig
 from ...config.given import name_of
 from ...corrections.batch import counted
 from ...policy.vocabulary import pad_vocabulary
+from ...runs.agreement import on_every_rank
 from ...storage.run_checkpoints import saved_only_model
 from ..grpo import QuantGRPOTrainer
 from ..introduction import PACKAGE_TAG
@@ -83,8 +84,9 @@ class ValueStep:
         Raises:
             `ValueError`: The batch has images, of a stream's prompts or of tools, which the critic does not read.
         """
-        if batch.get("pixel_values") is not None:
-            raise ValueError("A generation has images, and the critic reads only text.")
+        with on_every_rank():
+            if batch.get("pixel_values") is not None:
+                raise ValueError("A generation has images, and the critic reads only text.")
         args = self.trainer.args
         is_training = self.trainer.model.training
         rows = args.per_device_train_batch_size if is_training else args.per_device_eval_batch_size
