@@ -2,26 +2,33 @@
 
 import json
 import math
+import re
+import zlib
+from datetime import date, datetime
+from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
+from datasets import Dataset
 from drawing import generated
 from known_model import CHANCES, QUESTIONS, command, result, rows, save_known, write
 from peft import LoraConfig, get_peft_model
+from PIL import Image
 from tiny import save_tiny, tiny_tokenizer
 from training import lora
-from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config, TrainingArguments
 
 import trl_quant.report.evaluation as evaluation
 from trl_quant.cli import main
-from trl_quant.report.trained import Trained
+from trl_quant.report.trained import Trained, check_length
 from trl_quant.rollout import TransformersEngine
 from trl_quant.rollout.engine import Samples
 from trl_quant.storage.layout import quantize_checkpoint
 from trl_quant.tasks.benchmarks import load_questions
 from trl_quant.tasks.data import token_ids
 from trl_quant.tasks.estimates import estimates, wilson
+from trl_quant.tasks.named_rewards import name_of
 
 
 @pytest.fixture(autouse=True)
@@ -312,6 +319,93 @@ def test_a_run_is_evaluated_with_its_chat_template_arguments(argv, tmp_path):
     assert digests[0] != digests[1]
 
 
+def saved_run(path, reward, **state) -> str:
+    """The known model, as a run that trained with a reward."""
+    from trl_quant.runs.checkpoints import write_rollout_state
+
+    save_known(path)
+    (path / "trainer_state.json").write_text(json.dumps({"log_history": []} | state))
+    write_rollout_state(path, {"arguments": {"reward_funcs": [name_of(reward)]}})
+    return str(path)
+
+
+def dated(completions, created, picture, **kwargs) -> list[float]:
+    """A reward that reads a date and an image."""
+    pairs = zip(created, picture, strict=True)
+    return [when.year - 2024 + image.getpixel((0, 0)) / 100 for when, image in pairs]
+
+
+def test_questions_may_hold_dates_images_and_bytes(argv, tmp_path, monkeypatch):
+    """They come to the reward as they are, and a change of one is told from a file that was written again."""
+
+    def save(day: int = 1, color: int = 0, size: tuple = (2, 3), raw: bytes = b"x") -> None:
+        own = {"created": datetime(2024, 5, day), "day": date(2024, 5, day), "raw": raw}
+        rows = [row | own | {"picture": Image.new("L", size, color)} for row in QUESTIONS[:2]]
+        Dataset.from_list(rows).to_parquet(tmp_path / "own.parquet")
+
+    argv[1] = saved_run(tmp_path / "run", dated)
+    argv = [*argv[:2], *argv[4:], "--data", str(tmp_path / "own.parquet")]
+    save(color=50)
+    main(argv)
+    assert result(tmp_path)["metrics"]["reward"]["value"] == 0.5
+    monkeypatch.setattr(evaluation, "build_engine", lambda *args, **kwargs: pytest.fail("nothing is left to ask"))
+    save(color=50)
+    main(argv)
+    for other in ({"day": 2}, {"color": 51}, {"size": (3, 2)}, {"raw": b"y"}):
+        save(**{"color": 50} | other)
+        with pytest.raises(SystemExit, match=r"\(questions_digest: '\w{8}' there, '\w{8}' here\)"):
+            main(argv)
+
+
+def test_the_digest_of_questions_of_text_is_that_of_their_json(argv, tmp_path):
+    main(argv)
+    columns = {name: [row[name] for row in QUESTIONS] for name in ("answer", "prompt")}
+    assert result(tmp_path)["settings"]["questions_digest"] == f"{zlib.crc32(json.dumps(columns).encode()):08x}"
+
+
+def staged(prompts, completions, completion_ids, answer, trainer_state, log_extra, log_metric) -> list[float]:
+    """A reward that changes over the run."""
+    log_extra("answer", answer)
+    log_metric("stage", 1.0)
+    return [trainer_state.global_step / trainer_state.max_steps] * len(completions)
+
+
+def test_a_reward_is_called_as_at_the_runs_last_step(argv, tmp_path):
+    argv[1] = saved_run(tmp_path / "run", staged, global_step=3, max_steps=4)
+    main([*argv[:2], *argv[4:]])
+    assert result(tmp_path)["metrics"]["reward"]["value"] == 0.75
+
+
+def test_completions_are_no_longer_than_the_context(tmp_path):
+    """As in training: vLLM and learned positions end there, and another rotation is only told of."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100, "rope_theta": 1e6}
+    small = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 100}
+    configs = {
+        "plain": (Qwen2Config(**small, max_position_embeddings=100), 100),
+        "yarn": (Qwen2Config(**small, max_position_embeddings=100, rope_parameters=yarn), 400),
+        "learned": (GPT2Config(n_positions=100), 100),
+    }
+    for name, (config, context) in configs.items():
+        config.save_pretrained(tmp_path / name)
+        model = SimpleNamespace(base=str(tmp_path / name), of_base={})
+        for engine in ("vllm", "embedded"):
+            options = SimpleNamespace(engine=engine, max_completion_length=context - 10)
+            assert not check_length(options, model, 10)
+            told = f"={context - 10} is too long: the longest prompt has 11 tokens, and .*`={context}\\."
+            if engine == "vllm" or name == "learned":
+                with pytest.raises(ValueError, match=told):
+                    check_length(options, model, 11)
+            else:
+                (line,) = check_length(options, model, 11)
+                assert re.search(told, line) and "for which the model was not trained" in line
+
+
+def test_completions_beyond_the_context_are_told(argv, tmp_path, capsys):
+    main([*argv, "--max_completion_length", "3000"])
+    assert "the longest prompt has 2 tokens, and the model's" in " ".join(capsys.readouterr().out.split())
+    assert result(tmp_path)["metrics"]["accuracy"]["value"] == 1
+
+
 @pytest.mark.parametrize("task", ["countdown", "sudoku", "arithmetic"])
 def test_generated_tasks(argv, tmp_path, task):
     """From the question to the score; a random model solves none."""
@@ -333,7 +427,7 @@ def test_generated_tasks(argv, tmp_path, task):
         (["--top_p", "0.9"], "`--top_p` acts only with `--num_samples`"),
         (["--num_samples", "2", "--temperature", "0"], "`--temperature`=0 is out of range"),
         (["--num_samples", "2", "--top_p", "1.5"], "`--top_p`=1.5 is out of range"),
-        (["--max_completion_length", "3000"], "the longest prompt has 2 tokens, and the model 2048 positions"),
+        (["--max_completion_length", "3000", "--engine", "vllm"], "the longest prompt has 2 tokens, and the model's `"),
         (["--output", "{tmp}/out.txt"], "out.txt': results are written as .json"),
         (["--task_kwargs", "[1]"], "`--task_kwargs`='[1]' is not a JSON object"),
         (["--task", "arithmetic", "--task_kwargs", "[]"], "`--task_kwargs`='[]' is not a JSON object"),

@@ -227,7 +227,57 @@ def test_ratios_are_to_the_first_run():
         ["fast", "2", "2.00x", "375", "1.50x"],
         ["old", "-", "-", "-", "-"],
     ]
-    assert speed_rows(runs[::-1])[1] == ["fast", "2", "-", "375", "-"]
+    assert [cells[2::2] for cells in speed_rows(runs[::-1])] == [["-", "-"], ["1.00x", "1.00x"], ["0.50x", "0.67x"]]
+
+
+def test_an_asynchronous_run_has_a_speed():
+    """TRL's asynchronous trainer times steps by another name, from the second one on, and counts no samples' tokens."""
+    late = [{"step": 1, "batch/trained_tokens_per_step": 9.0}]
+    late += [{"step": i, "perf/step_s": seconds, "perf/fwd_s": 1.0} for i, seconds in ((2, 40.0), (3, 3.0), (4, 5.0))]
+    run = Run("async", late)
+    assert speed(run) == Speed(4.0, None)
+    assert run.series("step_time") == ([2, 3, 4], [40.0, 3.0, 5.0]) and run.series("tokens_per_second") == ([], [])
+    sync = [Run(f"x{n}", log(4, step_time=n, num_tokens=lambda i: 100 * i, perf__step_s=9.0)) for n in (2.0, 1.0)]
+    assert speed_rows([run, *sync]) == [  # tokens are compared among those that count them
+        ["async", "4", "1.00x", "-", "-"],
+        ["x2.0", "2", "2.00x", "50", "1.00x"],
+        ["x1.0", "1", "4.00x", "100", "2.00x"],
+    ]
+    shown = {panel.title for panels in logged(grouped([run])).values() for panel in panels}
+    assert shown == {"Time of a step"}
+
+
+# Evaluation datasets
+
+
+def evaluation(step: int, dataset: str | None = None, **metrics: float) -> dict:
+    """An entry as TRL logs it: the dataset's name is only in the metrics that transformers computes."""
+    own = "eval" if dataset is None else f"eval_{dataset}"
+    theirs = {"loss": 0.0, "runtime": 2.0, "samples_per_second": 4.0}
+    of_trl = {f"eval_{name}": value for name, value in metrics.items()}
+    return {"step": step} | {f"{own}_{name}": value for name, value in theirs.items()} | of_trl
+
+
+def test_evaluations_of_several_datasets_are_told_apart():
+    rows = [{"step": i, "reward": 0.5} for i in range(1, 5)]
+    for step, easy, hard in ((2, 0.9, 0.1), (4, 0.8, 0.2)):
+        rows += [evaluation(step, "easy", reward=easy, loss_runtime=7.0), evaluation(step, "h_loss", reward=hard)]
+    run = Run("two", rows)
+    assert row(run)[2] == "easy 0.90→0.80, h_loss 0.10→0.20"
+    assert run.series("eval_easy_reward") == ([2, 4], [0.9, 0.8]) and run.values("eval_h_loss_reward") == [0.1, 0.2]
+    assert run.values("eval_reward") == [] and run.values("eval_easy_loss") == [0.0, 0.0]
+    rows[-1] |= {"eval_accuracy": 0.25}  # tells more than a reward, of this dataset alone
+    assert row(Run("two", rows))[2] == "easy 0.90→0.80, h_loss 0.25"
+
+
+@pytest.mark.parametrize("dataset", [None, "easy"])
+def test_evaluations_of_one_dataset_keep_their_names(dataset):
+    """Whether it has a name or not, and whatever a reward function logs."""
+    rows = [evaluation(step, dataset, reward=step / 10, judge_loss=1.0) for step in (2, 4)]
+    run = Run("one", rows)
+    assert row(run)[2] == "0.20→0.40"
+    assert set(run.names("eval_")) == set(rows[0]) - {"step"}
+    assert run.series("eval_reward") == ([2, 4], [0.2, 0.4])
 
 
 # The table

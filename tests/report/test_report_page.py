@@ -1,5 +1,6 @@
 """The report's pictures and its page: what is drawn of which logs, in colours that all can tell apart."""
 
+import io
 import math
 import re
 from collections import Counter
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from matplotlib import image
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from run_logs import climbing, entries, log, noisy
 
 from trl_quant.report.output import plot
@@ -74,6 +76,50 @@ def test_metrics_of_a_panel_differ_in_their_lines():
     }
     assert legend == {"trainer": drawn[1.0], "sampler": drawn[2.0]} and drawn[1.0] != drawn[2.0]
     assert axis_of("Reward", Group("a", [Run("a", entries(4))])).get_legend() is None
+
+
+def drawn(axis) -> dict[str, float]:
+    """Name in the legend -> first value of the line that looks like it. All lines must look different."""
+    keys = axis.get_legend().legend_handles
+    for name, lines in (("line", axis.lines), ("key", keys)):
+        for i, line in enumerate(lines):
+            line.set_gid(f"{name}-{i}")
+    file = io.StringIO()
+    axis.figure.savefig(file, format="svg")
+    found = re.findall(r'<g id="(line|key)-(\d+)">\s*<path [^>]*style="([^"]*)"', file.getvalue())
+    dashes = {(name, int(i)): re.findall("stroke-dasharray: [^;]*", style) for name, i, style in found}
+    of_lines = {str(dashes["line", i]): line.get_ydata()[0] for i, line in enumerate(axis.lines)}
+    assert len(of_lines) == len(axis.lines) == len(keys)
+    return {text.get_text(): of_lines[str(dashes["key", i])] for i, text in enumerate(axis.get_legend().texts)}
+
+
+def test_each_age_has_a_line_in_the_order_of_ages(tmp_path):
+    """A run is young at first, so its oldest tokens come last, and not in the order of their ages."""
+    ages = {"0": 1.0, "9-": 6.0, "3-4": 4.0, "5-8": 5.0, "2": 3.0, "1": 2.0}
+    run = Run("a", log(**{f"mismatch__by_age__{age}": kl for age, kl in ages.items()}))
+    axis = axis_of("Mismatch by age", Group("a", [run]))
+    assert list(drawn(axis).items()) == sorted(ages.items(), key=lambda item: item[1])
+    (axis,) = chart([run]).axes
+    axis.figure.draw_without_rendering()
+    (title,) = [text for text in axis.get_children() if isinstance(text, Text) and text.get_text() == "Mismatch by age"]
+    assert title.get_window_extent().y0 > axis.get_legend().get_window_extent().y1  # of two rows
+    odd = log(**{f"mismatch__by_age__{name}": 1.0 for name in ("_hidden", r"$\frac$", "\x1b", *range(9))})
+    axis = axis_of("Mismatch by age", Group("odd", [Run("odd", odd)]))
+    axis.figure.draw_without_rendering()
+    names = [text.get_text() for text in axis.get_legend().texts]
+    assert names == ["_hidden", r"$\frac$", r"\x1b", *map(str, range(9))] and len(axis.lines) == 12
+
+
+def test_each_evaluation_dataset_has_a_line():
+    rows = log(4, reward=0.5)
+    for step in (2, 4):
+        for i, dataset in enumerate(("easy", "$hard")):
+            rows.append({"step": step, f"eval_{dataset}_loss": 0.0, f"eval_{dataset}_runtime": 1.0, "eval_reward": i})
+    axis = axis_of("Held-out reward", Group("a", [Run("a", rows)]))
+    assert drawn(axis) == {"reward, easy": 0, "reward, $hard": 1} and not axis.collections  # no band
+    one = Run("one", [row for row in rows if "eval_easy_loss" in row])
+    axis = axis_of("Held-out reward", Group("one", [one]))
+    assert len(axis.lines) == 1 and axis.get_legend() is None
 
 
 def test_a_scale_is_logarithmic_where_values_are_far_apart():

@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from transformers import TrainerState
 
 from trl_quant.report.scoring import Scorer
 
@@ -17,7 +18,7 @@ COLUMNS = {"prompt": PROMPTS, "answer": ["2", "4", "6"]}
 
 
 def right(completions, prompts, completion_ids, answer, **kwargs):
-    assert prompts == PROMPTS and completion_ids == IDS and not kwargs
+    assert prompts == PROMPTS and completion_ids == IDS and {*kwargs} == {"trainer_state", "log_extra", "log_metric"}
     return [float(text == wanted) for text, wanted in zip(completions, answer, strict=True)]
 
 
@@ -37,6 +38,23 @@ def test_a_conversation_is_answered_by_a_message():
     columns = {"prompt": [[{"role": "user", "content": prompt}] for prompt in PROMPTS], "answer": ["2", "4", "6"]}
     scorer = Scorer(right_later, 5.0)
     assert scorer(TEXTS, IDS, columns) == scorer(TEXTS, IDS, columns) == [1.0, 0.0, 1.0]
+
+
+def staged(prompts, completions, completion_ids, answer, trainer_state, log_extra, log_metric):
+    """With all that TRL gives to a reward, and nothing else."""
+    log_extra("answer", answer)
+    log_metric("right", 1.0)
+    return [float(trainer_state.global_step)] * len(completions)
+
+
+async def staged_later(**kwargs):
+    return staged(**kwargs)
+
+
+@pytest.mark.parametrize("reward", [staged, staged_later])
+def test_a_reward_gets_what_it_gets_in_training(reward):
+    assert Scorer(reward, 5.0)(TEXTS, IDS, COLUMNS) == [0.0] * 3
+    assert Scorer(reward, 5.0, TrainerState(global_step=7))(TEXTS, IDS, COLUMNS) == [7.0] * 3
 
 
 @pytest.mark.parametrize(

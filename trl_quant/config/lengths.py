@@ -130,8 +130,6 @@ def context_of(args, config, served: int | None = None) -> Context | None:
         config ([`~transformers.PreTrainedConfig`]): The policy's config.
         served (`int`, *optional*): The context of the vLLM server.
     """
-    text = config.get_text_config()
-    positions, rope = getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None) or {}
     if served is not None:
         return Context(served, "the server's `--max-model-len`", True)
     if args.use_vllm and args.vllm_mode == "colocate" and args.vllm_max_model_length is not None:
@@ -139,11 +137,24 @@ def context_of(args, config, served: int | None = None) -> Context | None:
     found = switching(config)
     if args.use_vllm and found is not None and found.rope_type in LONGROPE:  # vLLM's default
         return Context(found.limit, "the model's `original_max_position_embeddings`", True)
+    return model_context(config, args.use_vllm)
+
+
+def model_context(config, use_vllm: bool) -> Context | None:
+    """
+    Returns the context that a model's positions allow, stretched as its config says; `None` if it does not say it.
+
+    Args:
+        config ([`~transformers.PreTrainedConfig`]): The model's config.
+        use_vllm (`bool`): Whether vLLM samples, which takes no longer rows. The embedded engine computes any rotation.
+    """
+    text = config.get_text_config()
+    positions, rope = getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None) or {}
     if not isinstance(positions, int):
         return None
     parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # each kind of layer may have its own
     stretched = positions * max(part.get("factor") or 1.0 for part in parts)  # in some versions of vLLM
-    return Context(round(stretched), "the model's `max_position_embeddings`", args.use_vllm or not rope)
+    return Context(round(stretched), "the model's `max_position_embeddings`", use_vllm or not rope)
 
 
 def check_lengths(args, context: Context | None, processing_class, datasets: dict, tools, rollout_func) -> None:

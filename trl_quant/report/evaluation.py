@@ -33,7 +33,7 @@ from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from transformers import AutoConfig, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedTokenizerBase, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 
 from ..config.checks.diffusion import check_schedule
@@ -51,7 +51,7 @@ from ..tasks.data import as_conversations, token_ids
 from ..tasks.estimates import LEVEL, estimate, estimates
 from .run_settings import BF16, not_repeated, own_benchmark, take
 from .scoring import Scorer
-from .trained import EngineOptions, Trained, build_engine, check_sampling, resolve_engine
+from .trained import EngineOptions, Trained, build_engine, check_length, check_sampling, resolve_engine
 
 
 SAMPLED = {"temperature": 0.6, "top_p": 0.95}  # defaults with `--num_samples`
@@ -127,7 +127,7 @@ def evaluate(options: EvaluationOptions) -> Iterator[Table | str]:
     questions = as_conversations(questions, tokenizer)
     prompts = token_ids(questions["prompt"][:], tokenizer, **trained.template_arguments)
     longest = max(map(len, prompts))
-    check_length(options, trained, longest)
+    yield from check_length(options, trained, longest)
 
     samples = options.num_samples or 1
     asked = [(question, sample) for question in range(len(questions)) for sample in range(samples)]
@@ -141,8 +141,8 @@ def evaluate(options: EvaluationOptions) -> Iterator[Table | str]:
             if options.engine == "vllm":  # a prefix cache would change the last bits, and so the answers
                 kwargs = {"enable_prefix_caching": False, **kwargs}
             sized = tokenizer, longest, options.batch_size
+            scorer = Scorer(benchmark.reward, options.reward_timeout, trained.state())
             engine = build_engine(options, trained, *sized, kwargs, schedule)
-            scorer = Scorer(benchmark.reward, options.reward_timeout)
             answer(engine, tokenizer, questions, prompts, options, scorer, answers)
         result = summarize(answers.rows, len(questions), samples, options.max_completion_length)
         result = {"task": options.task, **result, "settings": settings, "machine": machine(), "versions": versions()}
@@ -281,18 +281,6 @@ def _is_result(found: dict | None) -> bool:
     return found is not None and all(name in found for name in RESULT) and isinstance(found["settings"], dict)
 
 
-def check_length(options: EvaluationOptions, trained: Trained, longest: int) -> None:
-    """Raises `ValueError` if completions would need more positions than the model has."""
-    with reading(trained.base):
-        config = AutoConfig.from_pretrained(trained.base, **trained.of_base).get_text_config()
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions is not None and longest + options.max_completion_length > positions:
-        raise ValueError(
-            f"`--max_completion_length`={options.max_completion_length} is too long: the longest prompt has {longest} "
-            f"tokens, and the model {positions} positions."
-        )
-
-
 def describe(
     options: EvaluationOptions, benchmark: Benchmark, trained: Trained, questions: Dataset, prompts: list[list[int]]
 ) -> dict:
@@ -321,7 +309,14 @@ def describe(
 
 
 def _digest(value) -> str:
-    return f"{zlib.crc32(json.dumps(value, sort_keys=True).encode()):08x}"
+    return f"{zlib.crc32(json.dumps(value, sort_keys=True, default=_text_of).encode()):08x}"
+
+
+def _text_of(value) -> str:
+    """Returns a text of a value for which JSON has none, such as a date. It is the same in every process."""
+    if hasattr(value, "tobytes"):  # an image
+        value = str(value.size).encode() + value.tobytes()
+    return f"{zlib.crc32(value):08x}" if isinstance(value, bytes) else str(value)
 
 
 class Answers:

@@ -48,7 +48,9 @@ th:first-child, th:last-child, td:last-child { text-align: left; }
 """
 BANDS = "Lines are moving averages, over the runs that came so far; a band is the range of a setting's runs."
 RAW = "Lines are moving averages; faint lines are the logged values."
-SPEED_CAPTION = "Means over all logged steps but the first. A ratio above 1 is a run that is faster than the first run."
+SPEED_CAPTION = (
+    "Means over all logged steps but the first. A ratio above 1 means faster than the first run that logged it."
+)
 SIZE = (4.4, 2.8)  # inches of a panel; the page scales it to the width of its card
 
 

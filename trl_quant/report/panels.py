@@ -4,17 +4,21 @@ Colours and markers distinguish settings; line styles distinguish the metrics of
 averages over seeds, and a band is their range. A single run also shows its raw values, faintly.
 """
 
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from statistics import fmean
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from .findings import POSITION, buckets
-from .runs import KL, REWARD, TOKENS_PER_SECOND, Group, Run, grouped
+from .held_out import of_dataset
+from .runs import KL, REWARD, STEP_TIME, TOKENS_PER_SECOND, Group, Run, grouped
 from .terminal import printable
 
 
@@ -32,7 +36,8 @@ COLORS = {
 }
 INK, MUTED, GRID, *SERIES = (light for light, _ in COLORS.values())
 MARKERS = "os^DvP*X"
-STYLES = ("-", "--", ":", "-.")
+STYLES = ("-", "--", ":", "-.", (0, (8, 1.5)), (0, (4, 1.5, 1, 1.5, 1, 1.5)))
+LEGEND_COLUMNS = 4
 POINTS = 150  # largest number of points of a moving average
 DECADE = 10.0  # a larger ratio of values gets a logarithmic scale, if the panel allows it
 
@@ -46,7 +51,7 @@ class Panel:
         title (`str`): The title.
         note (`str`): Advice on what to look for.
         unit (`str`): The unit of the values.
-        lines (`dict[str, str]`): Label -> metric.
+        lines (`dict[str, str]`): Label -> metric. That of an evaluation has a line for each dataset.
         log (`bool`): Whether a logarithmic scale makes sense. Values are then drawn without their signs.
         smooth (`bool`): Whether lines are moving averages.
         kind (`str`): `"steps"`, `"position"` (by position in the completion), or `"bars"` (means over the run).
@@ -66,13 +71,24 @@ class Panel:
 
     def metrics(self, runs: Sequence[Run]) -> dict[str, str]:
         """Returns label -> metric, for the metrics that were logged."""
-        lines = self.lines
+        lines = {}
         if self.prefix:
             names = list(dict.fromkeys(name for run in runs for name in run.names(self.prefix)))
             if self.kind == "position":
                 names = buckets(names)
             lines = {name.removeprefix(self.prefix): name for name in names}
+            lines = {label: lines[label] for label in sorted(lines, key=_number)}
+        datasets = dict.fromkeys(dataset for run in runs for dataset in run.datasets)
+        for label, metric in self.lines.items():
+            for dataset in datasets:
+                name = of_dataset(metric, dataset)
+                lines[label if name == metric else f"{label}, {dataset}"] = name
         return {label: metric for label, metric in lines.items() if any(run.values(metric) for run in runs)}
+
+
+def _number(label: str) -> int:
+    """Returns the number with which the name of a bucket begins; 0 if it begins with none."""
+    return int(re.match("[0-9]{0,9}", label)[0] or 0)
 
 
 TOPICS = {
@@ -210,7 +226,7 @@ TOPICS = {
         ),
     ),
     "Time and memory": (
-        Panel("Time of a step", "Sampling included.", "seconds", {"step": "step_time"}),
+        Panel("Time of a step", "Sampling included.", "seconds", {"step": STEP_TIME}),
         Panel(
             "Time per phase",
             "Of a step, on average. Preparing the inputs holds sync, sampling and scoring; no phase the backward pass.",
@@ -248,7 +264,7 @@ def logged(groups: Sequence[Group]) -> dict[str, list[Panel]]:
 
 
 def draw(axis: Axes, panel: Panel, groups: Sequence[Group]) -> None:
-    """Draws a panel, with a legend if it has several line styles."""
+    """Draws a panel, with a legend above it if it has several lines."""
     labels = {"steps": _draw_steps, "position": _draw_position, "bars": _draw_bars}[panel.kind](axis, panel, groups)
     if panel.kind != "bars":
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -261,14 +277,21 @@ def draw(axis: Axes, panel: Panel, groups: Sequence[Group]) -> None:
     for label in (axis.xaxis.label, axis.yaxis.label):
         label.set(color=INK, size=9)
     if len(labels) > 1:
-        handles = [Line2D([], [], color=INK, linestyle=style, label=label) for label, style in labels.items()]
-        place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 4, "borderpad": 0, "frameon": False}
-        axis.legend(handles=handles, labelcolor=INK, fontsize=9, handlelength=2, columnspacing=1, **place)
+        handles = [Line2D([], [], color=INK, linestyle=style) for style in labels.values()]
+        place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": LEGEND_COLUMNS, "borderpad": 0}
+        look = {"labelcolor": INK, "fontsize": 9, "handlelength": 2, "columnspacing": 1, "frameon": False}
+        _name(axis.legend(handles, [f"line {i}" for i in range(len(labels))], **place, **look), labels)
 
 
-def _draw_steps(axis: Axes, panel: Panel, groups: Sequence[Group]) -> dict[str, str]:
+def _name(legend: Legend, names: Iterable[str]) -> None:
+    """Sets the names in a legend, which matplotlib would hide if they began with "_", and read as formulas with "$"."""
+    for text, name in zip(legend.get_texts(), names, strict=True):
+        text.set(text=printable(name), parse_math=False)
+
+
+def _draw_steps(axis: Axes, panel: Panel, groups: Sequence[Group]) -> dict[str, str | tuple]:
     metrics = panel.metrics([run for group in groups for run in group.runs])
-    labels = dict(zip(metrics, STYLES, strict=False))
+    labels = dict(zip(metrics, cycle(STYLES), strict=False))
     for i, group in enumerate(groups):
         color = color_of(i)
         for label, metric in metrics.items():
@@ -367,13 +390,13 @@ def chart(runs: Sequence[Run], titles: Collection[str] = ()) -> Figure:
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     for axis, panel in zip(axes, panels, strict=False):
         draw(axis, panel, groups)
-        axis.set_title(panel.title, loc="left", fontsize="medium", pad=20 if axis.get_legend() else None)
+        legend = axis.get_legend()
+        above = 6 + 14 * -(-len(legend.get_texts()) // LEGEND_COLUMNS) if legend else None
+        axis.set_title(panel.title, loc="left", fontsize="medium", pad=above)
     for axis in axes[len(panels) :]:
         axis.remove()
     handles = [Line2D([], [], color=color_of(i), marker=marker_of(i)) for i in range(len(groups))]
     labels = [f"setting {i}" for i in range(len(groups))]
-    legend = figure.legend(handles, labels, loc="outside upper left", ncols=4, frameon=False)
-    # Set afterwards: names may begin with "_", which hides a label, and hold "$", which begins a formula
-    for text, group in zip(legend.get_texts(), groups, strict=True):
-        text.set(text=printable(group.name), parse_math=False)
+    legend = figure.legend(handles, labels, loc="outside upper left", ncols=LEGEND_COLUMNS, frameon=False)
+    _name(legend, [group.name for group in groups])
     return figure

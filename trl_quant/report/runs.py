@@ -24,12 +24,14 @@ from statistics import fmean
 
 from ..reading import reading
 from ..storage.manifest import damage
+from .held_out import dataset_of, of_dataset
 
 
 TRAINER_STATE = "trainer_state.json"  # `transformers.trainer`, which names it, takes seconds to import
 REWARD, LOSS, KL = "reward", "loss", "mismatch/kl_k3"
 ENDS = 5  # a run's first or last value is the mean over at most so many logged steps
 TOKENS_PER_SECOND = "tokens_per_second"  # not logged by TRL; `Run.series` computes it
+STEP_TIME, ASYNCHRONOUS_STEP_TIME = "step_time", "perf/step_s"  # names of TRL's trainers
 LARGEST = 1e100  # largest value that is used: squares of larger ones overflow, and axes cannot show them
 MOST_STEPS = 2**53
 SMALLEST_FLOATS_IN_1 = 2**1074
@@ -57,15 +59,23 @@ class Run:
 
     @cached_property
     def _columns(self) -> dict[str, tuple[list[int], list[float]]]:
-        """Metric -> steps and values, collected in one pass over all entries."""
+        """Metric -> steps and values. Those of an evaluation are called as [`of_dataset`] says."""
         columns: dict[str, tuple[list[int], list[float]]] = {}
+        several = len(self.datasets) > 1
         for entry in self.history:
-            for name, value in entry.items():
+            dataset = dataset_of(entry) if several else ""
+            for name, value in (entry | {STEP_TIME: step_seconds(entry)}).items():
                 if is_number(value):
-                    steps, values = columns.setdefault(name, ([], []))
+                    steps, values = columns.setdefault(of_dataset(name, dataset), ([], []))
                     steps.append(entry["step"])
                     values.append(value)
         return columns
+
+    @cached_property
+    def datasets(self) -> list[str]:
+        """The datasets that tell apart the run's evaluations: `""`, which stands for the only one, and any others."""
+        named = dict.fromkeys(filter(None, map(dataset_of, self.history)))
+        return ["", *named] if len(named) > 1 else [""]
 
     def averages(self, metric: str, size: bool = False) -> list[float]:
         """Returns moving averages of a metric's values; with `size`, of their absolute values."""
@@ -101,13 +111,13 @@ class Run:
 
     def _tokens_per_second(self) -> tuple[list[int], list[float]]:
         """
-        Divides the tokens of prompts and completions by the time of whole steps. TRL logs `step_time` as a mean over
-        the steps of an entry. It logs `num_tokens`, a total, in entries with a generation.
+        Divides the tokens of prompts and completions by the time of whole steps. TRL logs the time of a step as a mean
+        over the steps of an entry. It logs `num_tokens`, a total, in entries with a generation.
         """
         steps, rates, step, tokens, seconds = [], [], 0, 0.0, 0.0
         for entry in self.history:
-            step_time, total = entry.get("step_time"), entry.get("num_tokens")
-            if is_number(step_time):
+            step_time, total = step_seconds(entry), entry.get("num_tokens")
+            if step_time is not None:
                 seconds += step_time * (entry["step"] - step)
                 step = entry["step"]
             if is_number(total) and seconds > 0:
@@ -138,6 +148,11 @@ def _end(values: Sequence[float], parts: int) -> int:
 def is_number(value) -> bool:
     """Whether a logged value is a finite number no larger than `LARGEST`, so that sums of squares stay finite."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
+
+
+def step_seconds(entry: dict) -> float | None:
+    """Returns the seconds of a step in a log entry, under the name of either kind of trainer; `None` if not logged."""
+    return next(filter(is_number, map(entry.get, (STEP_TIME, ASYNCHRONOUS_STEP_TIME))), None)
 
 
 def moving_average(values: Sequence[float], window: int | None = None) -> list[float]:

@@ -5,6 +5,8 @@ import math
 from collections.abc import Callable
 from inspect import isawaitable
 
+from transformers import TrainerState
+
 from ..rollout.limits import CoroutineThread
 from ..runs.reward_calls import checked_rewards
 from ..runs.user_calls import guarded
@@ -18,11 +20,13 @@ class Scorer:
     Args:
         reward (`Callable`): The reward function, in TRL's signature.
         seconds (`float`): What a call may take at most.
+        state ([`~transformers.TrainerState`], *optional*): The state of the trainer whose model answers.
     """
 
-    def __init__(self, reward: Callable, seconds: float):
+    def __init__(self, reward: Callable, seconds: float, state: TrainerState | None = None):
         name = name_of(reward)
         self._at = lambda message: f"The reward function {name!r} {message}"
+        self._given = {"trainer_state": state or TrainerState(), "log_extra": _unlogged, "log_metric": _unlogged}
         self._reward = guarded(reward, seconds, self._at, CoroutineThread(), self._scores)
 
     def __call__(self, texts: list[str], ids: list[list[int]], columns: dict[str, list]) -> list[float]:
@@ -44,7 +48,7 @@ class Scorer:
         prompts = columns["prompt"]
         if isinstance(prompts[0], list):
             texts = [[{"role": "assistant", "content": text}] for text in texts]
-        scores = self._reward(prompts=prompts, completions=texts, completion_ids=ids, **others)
+        scores = self._reward(prompts=prompts, completions=texts, completion_ids=ids, **self._given, **others)
         return asyncio.run(_awaited(scores)) if isawaitable(scores) else scores
 
     def _scores(self, returned, arguments: dict) -> list[float]:
@@ -57,6 +61,10 @@ class Scorer:
             if score is None or math.isnan(score):
                 raise ValueError(self._at(f"gives {score} for prompt {prompt!r}, which cannot be counted."))
         return scores
+
+
+def _unlogged(*args, **kwargs) -> None:
+    """Takes what a reward logs in training. An evaluation keeps only the scores."""
 
 
 async def _awaited(scores):

@@ -1,15 +1,16 @@
 """
-Measures how fast runs are: seconds per step, tokens per second, and each run's ratio to the first one.
+Measures how fast runs are: seconds per step, tokens per second, and each run's ratio to the first that logged them.
 
-TRL logs `step_time`, the mean over the steps of a log entry, and `num_tokens`, the total of prompts and completions so
-far. A speed is all tokens and all seconds over the entries after the first. The first entry is left out, unless it is
-the only one, because it includes compilation and other work that later steps do not repeat.
+TRL logs the seconds of a step, as a mean over the steps of a log entry, and `num_tokens`, the total of prompts and
+completions so far, which its asynchronous trainer does not count. A speed is all tokens and all seconds over the
+entries after the first. The first entry is left out, unless it is the only one, because it includes compilation and
+other work that later steps do not repeat.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .runs import Run, is_number
+from .runs import Run, is_number, step_seconds
 
 
 HEADER = ("run", "s a step", "ratio", "tokens/s", "ratio")
@@ -30,13 +31,13 @@ class Speed(NamedTuple):
 
 def speed(run: Run) -> Speed:
     """Computes the run's speed from its logged step times and token counts."""
-    timed = [entry for entry in run.history if is_number(entry.get("step_time"))]
+    timed = [entry for entry in run.history if step_seconds(entry) is not None]
     steps = seconds = 0.0
     before = 0
     for i, entry in enumerate(timed):
         if i > 0 or len(timed) == 1:
             steps += entry["step"] - before
-            seconds += entry["step_time"] * (entry["step"] - before)
+            seconds += step_seconds(entry) * (entry["step"] - before)
         before = entry["step"]
     return Speed(seconds / steps if steps else None, _tokens_per_second(timed))
 
@@ -46,7 +47,7 @@ def _tokens_per_second(timed: Sequence[dict]) -> float | None:
     elapsed = counted_from = counted_to = 0.0
     tokens_from, tokens_to, step, counts = 0.0, 0.0, 0, 0
     for entry in timed:
-        elapsed += entry["step_time"] * (entry["step"] - step)
+        elapsed += step_seconds(entry) * (entry["step"] - step)
         step = entry["step"]
         if is_number(entry.get("num_tokens")):
             counts += 1
@@ -58,14 +59,14 @@ def _tokens_per_second(timed: Sequence[dict]) -> float | None:
 
 
 def speed_rows(runs: Sequence[Run]) -> list[list[str]]:
-    """Returns a row below `HEADER` for each run. A run with a ratio above 1 is faster than the first."""
+    """Returns a row below `HEADER` for each run. A run with a ratio above 1 is faster than the one of `1.00x`."""
     speeds = [speed(run) for run in runs]
-    first = speeds[0]
+    first = Speed(*(next(filter(None, column), None) for column in zip(*speeds, strict=True)))
     rows = []
     for run, found in zip(runs, speeds, strict=True):
         slower, tokens = found
-        step_ratio = first.step_seconds / slower if slower and first.step_seconds else None
-        token_ratio = tokens / first.tokens_per_second if tokens and first.tokens_per_second else None
+        step_ratio = first.step_seconds / slower if slower else None
+        token_ratio = tokens / first.tokens_per_second if tokens else None
         rows.append(
             [
                 run.name,

@@ -9,10 +9,12 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from peft import PeftConfig, PeftModel
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
 from .. import rollout
 from ..config.checks.vllm import check_engine_kwargs
+from ..config.lengths import model_context
 from ..models.families import number_of_experts
 from ..models.positions import LONGROPE, switching, why_vllm_differs
 from ..policy.adapters import with_frozen_layers
@@ -173,6 +175,14 @@ class Trained:
         """The run's `chat_template_kwargs`, which a checkpoint records as Python writes them."""
         return ast.literal_eval(self.settings.get("chat_template_kwargs") or "{}")
 
+    def state(self) -> TrainerState:
+        """Returns the trainer's state in the run's checkpoint; that of a new trainer if it has none, or is no run."""
+        file = Path(self.path) / TRAINER_STATE_NAME
+        if not self.settings or not file.is_file():
+            return TrainerState()
+        with reading(file):
+            return TrainerState.load_from_json(str(file))
+
     def tokenizer(self) -> PreTrainedTokenizerBase:
         own = (Path(self.path) / "tokenizer_config.json").is_file()
         place, options = (self.path, {"trust_remote_code": self.trust}) if own else (self.base, self.of_base)
@@ -258,6 +268,27 @@ def resolve_engine(options: EngineOptions, trained: Trained) -> dict:
     elif kwargs:
         raise ValueError("`--vllm_engine_kwargs` acts only with `--engine vllm`. Give both, or leave it out.")
     return kwargs
+
+
+def check_length(options: EngineOptions, trained: Trained, longest_prompt: int) -> list[str]:
+    """
+    Returns a line to print if completions may be longer than those for which the model has positions; or none.
+
+    Raises:
+        ValueError: They may, and the engine computes no other positions.
+    """
+    with reading(trained.base):
+        config = AutoConfig.from_pretrained(trained.base, **trained.of_base)
+    context = model_context(config, options.engine == "vllm")
+    if context is None or longest_prompt + options.max_completion_length <= context.tokens:
+        return []
+    message = (
+        f"`--max_completion_length`={options.max_completion_length} is too long: the longest prompt has "
+        f"{longest_prompt} tokens, and {context.field}={context.tokens}."
+    )
+    if context.ends:
+        raise ValueError(message)
+    return [f"{message} Completions may reach positions for which the model was not trained."]
 
 
 def context_like(trained: Trained, config, needed: int) -> int:
