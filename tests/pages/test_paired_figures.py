@@ -156,7 +156,7 @@ def test_what_stage_3_tells_of_experts():
     widest = max(found, key=lambda row: row["high"] - row["low"])
     assert f"these intervals is {widest['low']:+.3f} to {widest['high']:+.3f}" in PAGE
     least = min(row["holm"] for row in found)
-    assert f"Of all {len(found)}, the smallest p is {least:.2f}" in PAGE and least > 0.05
+    assert f"Of all {len(found)}, Holm's smallest p is {least:.2f}" in PAGE and least > 0.05
     rerouted = [row["metrics"]["rerouted"]["mean"] for row in rows if row["metrics"]["rerouted"]]
     assert {f"{share:.0%}" for share in rerouted} == {"3%"} and "(3% of the tokens here)" in PAGE
     kl = [row for row in ratios(question, groups, KL) if row["family"] == "replay"]

@@ -390,13 +390,13 @@ def test_completions_are_no_longer_than_the_context(tmp_path):
         model = SimpleNamespace(base=str(tmp_path / name), of_base={})
         for engine in ("vllm", "embedded"):
             options = SimpleNamespace(engine=engine, max_completion_length=context - 10)
-            assert not check_length(options, model, 10)
-            told = f"={context - 10} is too long: the longest prompt has 11 tokens, and .*`={context}\\."
+            assert not check_length(options, model, 9)
+            told = f"={context - 10} is too long: the longest prompt has 10 tokens, and .*`={context}\\."
             if engine == "vllm" or name == "learned":
                 with pytest.raises(ValueError, match=told):
-                    check_length(options, model, 11)
+                    check_length(options, model, 10)
             else:
-                (line,) = check_length(options, model, 11)
+                (line,) = check_length(options, model, 10)
                 assert re.search(told, line) and "for which the model was not trained" in line
 
 

@@ -280,7 +280,8 @@ def check_length(options: EngineOptions, trained: Trained, longest_prompt: int) 
     with reading(trained.base):
         config = AutoConfig.from_pretrained(trained.base, **trained.of_base)
     context = model_context(config, options.engine == "vllm")
-    if context is None or longest_prompt + options.max_completion_length <= context.tokens:
+    needed = longest_prompt + options.max_completion_length + 1  # as the engine is built
+    if context is None or needed <= context.tokens:
         return []
     message = (
         f"`--max_completion_length`={options.max_completion_length} is too long: the longest prompt has "
