@@ -17,6 +17,7 @@ A context restores the original when it ends:
 | the arguments' `fsdp` and `deepspeed` | the same | transformers shards nothing in one process |
 | `vllm_generation.LLM` | the construction of TRL's own engine in benchmarks | TRL passes no further arguments to vLLM |
 | `rotate_checkpoints` in transformers' trainer | a save | `runs/` deletes old checkpoints by their steps |
+| `sort_checkpoints` in the same | the end of a training | it would delete other runs' checkpoints |
 | `shuffle_sequence_dict` in the module of TRL's trainer | a generation | packed rows are arranged after it |
 | `ChunkedDivergenceFunction` in the module of TRL's trainer | a loss of distillation | divergences get weights |
 | `load_balancing_loss_func` of transformers' Mixtral | a forward pass | a packed row has no mask, and shares prompts |
@@ -73,6 +74,11 @@ LASTING = {
         "PEFT's LoRA layers of the policy",
         "the model",
         "tests/policy/test_adapters.py::test_autocast_alone_converts_inputs",
+    ),
+    ("trainers/precision.py", "should_training_stop"): (
+        "the control of transformers' trainer, of a run that has made its steps",
+        "the training",
+        "tests/runs/test_resume.py::test_a_finished_run_trains_no_further",
     ),
     ("policy/exact/model.py", "register"): (
         "transformers' tables of attention functions and masks",
@@ -263,8 +269,8 @@ def arguments_seen(args: Any, **fields: Any) -> AbstractContextManager:
 
 
 def old_checkpoints_kept() -> AbstractContextManager:
-    """Context of a save in which transformers deletes no old checkpoints."""
-    return exchanged(hf_trainer, rotate_checkpoints=lambda **given: None)
+    """Context of a save, or of the end of a training, in which transformers deletes no old checkpoints."""
+    return exchanged(hf_trainer, rotate_checkpoints=lambda **given: None, sort_checkpoints=lambda **given: [])
 
 
 @contextmanager

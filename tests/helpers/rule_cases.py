@@ -378,6 +378,7 @@ CASES = {
         Case("does nothing in this run", fields={"is_correction": "tis"}),
     ],
     "training": [
+        Case("saves in the middle of a step", fields={"enable_jit_checkpoint": True}),
         Case("no reference model to sync", fields={"sync_ref_model": True}),
         Case("`ref_model_mixup_alpha`=0.1 acts only", fields={"ref_model_mixup_alpha": 0.1}),
         Case("`ref_model_sync_steps`=2 acts only", fields={"ref_model_sync_steps": 2}),

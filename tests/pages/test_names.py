@@ -48,7 +48,7 @@ FOREIGN = {
     "peft/tuners/tuners_utils.py": "_cast_input_dtype",
     "trl/trainer/grpo_trainer.py": """_compute_loss _generate _generate_and_score_completions _generate_single_turn
         _get_per_token_logps_and_entropies _get_train_sampler _last_loaded_step _calculate_rewards _logs _metrics
-        _pending_extra_logs _pending_metrics _step _tag_names _tool_call_loop _tokenize_prompts""",
+        _last_world_entropy _pending_extra_logs _pending_metrics _step _tag_names _tool_call_loop _tokenize_prompts""",
     "trl/experimental/async_grpo/async_grpo_trainer.py": """_epoch_stop_groups _groups_before_resume
         _rollout_dataset _sync_weight _trained_groups""",
     "trl/experimental/async_grpo/async_rollout_worker.py": """_AsyncRolloutLoop _chain_to_sequences

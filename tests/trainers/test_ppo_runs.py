@@ -281,3 +281,29 @@ def test_vllm_ends_as_a_fresh_engine(tmp_path, options, adapted):
     assert_same(resumed, trainer)
     trainer.check_sync()
     assert_live_equals_fresh(trainer.vllm_generation.engine, trainer.model, "int8", tmp_path)
+
+
+@pytest.mark.parametrize("shares", rest_is_long([True, False]))
+def test_gradients_of_an_interrupted_step_are_dropped(tmp_path, policy, shares):
+    """Between two micro-batches, in a notebook: the same trainer goes on."""
+
+    class Interrupted(TrainerCallback):
+        armed = True
+
+        def on_substep_end(self, args, state, control, **kwargs):
+            if self.armed and state.global_step == 3:
+                self.armed = False
+                raise KeyboardInterrupt
+
+    given = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "steps_per_generation": 2}
+    given |= {"save_steps": 2, "max_steps": 4, "vf_share_layers": shares, "given": {"train_dataset": dataset(32)}}
+    whole = ppo(tmp_path / "whole", policy, **given)
+    whole.train()
+    stopped = ppo(tmp_path / "stopped", policy, **given)
+    stopped.add_callback(Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        stopped.train()
+    stopped.train(resume_from_checkpoint=True)
+    for left, right in ((whole.model, stopped.model), (whole.critic.model, stopped.critic.model)):
+        now = dict(right.named_parameters())
+        assert all(torch.equal(now[name], value) for name, value in left.named_parameters())

@@ -5,9 +5,11 @@ finite, and checkpoints. `policy/`, which knows no trainer, changes the models.
 [`~trainers.sampling.QuantSampling`] adds what it samples with.
 """
 
+import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 
 import torch
 from accelerate.utils import broadcast, is_peft_model
@@ -40,6 +42,7 @@ from ..scaling import apply_uaq, uaq_applied
 from ..storage.manifest import check_read
 from ..storage.quantization import record_gathered_dtype
 from ..storage.run_checkpoints import OPTIMIZER, RANDOM, SCALER, SCHEDULER, files_of
+from ..storage.whole import write_whole
 from ..trl_seams import arguments_seen, old_checkpoints_kept
 from .checks import check_adapters, check_trainable
 from .introduction import add_to_card, introduce
@@ -350,6 +353,15 @@ class QuantPrecision(CurrentNames):
             check_trained(self)
         return output
 
+    def _run_epoch(self, *args, **kwargs):
+        if self.state.global_step < self.state.max_steps:
+            return super()._run_epoch(*args, **kwargs)
+        self.control.should_training_stop = True  # of a finished run, which transformers would train a step further
+
+    def _finalize_training(self, *args, **kwargs):
+        with old_checkpoints_kept():
+            return super()._finalize_training(*args, **kwargs)
+
     def evaluate(self, eval_dataset=None, *args, **kwargs):
         """Evaluates as TRL's trainer does. Raises `ValueError` for a dataset without rows or with malformed ones."""
         if self.drawn_rows is None:  # made without the constructor
@@ -426,6 +438,9 @@ class QuantPrecision(CurrentNames):
             self._record.gather(self, checkpoint)
             if self.args.should_save:
                 checkpoints.write_rollout_state(checkpoint, state)
+                if getattr(self, "use_adaptive_entropy", False):  # TRL writes it again, after the manifest
+                    entropy = {"entropy_coef": self.entropy_coef, "last_world_entropy": self._last_world_entropy}
+                    write_whole(Path(checkpoint, "entropy_ctrl_state.json"), json.dumps(entropy))
             # `rotate` deletes old checkpoints by their steps; transformers would delete them by their times
             with old_checkpoints_kept(), self._record.finishing(self):
                 super()._save_checkpoint(model, trial)

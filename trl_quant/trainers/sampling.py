@@ -293,6 +293,8 @@ class QuantSampling(QuantPrecision):
 
     def train(self, *args, **kwargs):
         self.pool = self._new_pool()
+        if self._engine is not None:  # a new training begins with a generation of its own
+            self._step, self._buffered_inputs = 0, None
         if self.step_scaling is not None:
             self.step_scaling.load_state_dict({})
         output = super().train(*args, **kwargs)

@@ -7,7 +7,8 @@ checked in the same way, and a stream that ends:
 |---|---|
 | before the first step | `train` raises `ValueError`: nothing was trained |
 | after some of `max_steps` steps | transformers reads it again from its beginning, and a warning says so |
-| the same, but it gives no rows a second time | transformers ends the training and warns |
+| within the steps that a resumed run skips | the same; an unbroken run would be further |
+| after some of `max_steps` steps, but it gives no rows a second time | transformers ends the training and warns |
 | before an evaluation has drawn a row | `evaluate` raises `ValueError` |
 
 Rows that do not fill a generation at the end of a stream are not trained on. The thread that samples beside an
@@ -68,6 +69,12 @@ class DrawnRows(TrainerCallback):
         self.passes += 1
         if self.is_stream and self.passes == 2 and state.global_step > self.start:
             self._tell_end()
+        elif self.is_stream and self.passes == 2 and self.start:
+            logger.warning(
+                "The stream `train_dataset` ended within the %d steps that this resumed run has behind it. It is read "
+                "again from its beginning, so the next prompts are not those of an unbroken run.",
+                self.start,
+            )
 
     def _tell_end(self) -> None:
         logger.warning(

@@ -109,6 +109,12 @@ def _not_routed(run: Given) -> str | None:
 
 RULES = (
     Rule(
+        ("enable_jit_checkpoint",),
+        when=lambda run: run.args.enable_jit_checkpoint,
+        message="`enable_jit_checkpoint`=True saves in the middle of a step, when what was sampled is a step ahead of "
+        "what was trained: a run could not resume it. Leave it unset, and set `save_steps` to what may be lost.",
+    ),
+    Rule(
         ("sync_ref_model", "beta"),
         when=lambda run: run.args.sync_ref_model and not run.args.needs_reference,
         message="`sync_ref_model`=True with `beta`={args.beta!r}: without a KL term there is no reference model to "

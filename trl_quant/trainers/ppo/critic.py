@@ -170,6 +170,7 @@ class Critic(ABC):
         here too.
         """
         args = self.trainer.args
+        self.optimizer.optimizer.zero_grad()  # of a step that was interrupted, where accelerate's own call does nothing
         for group in self.optimizer.param_groups:
             group["lr"] = group["initial_lr"] = args.value_learning_rate
         self.scheduler = get_scheduler(
