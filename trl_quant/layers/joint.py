@@ -220,11 +220,11 @@ WAITING = "_waiting_outputs"  # attribute of an input under torch.compile: outpu
 
 
 class _Waiting(NamedTuple):
-    """Computed outputs whose layers have not been called yet, each with what it was computed from."""
+    """Computed outputs whose layers have not been called yet, each with the codes and the adapter that made it."""
 
     x: weakref.ref
     call: tuple  # the input's version, the type of the product, whether there are gradients
-    outputs: dict[nn.Module, tuple[tuple, Tensor]]
+    outputs: dict[nn.Module, tuple[QuantizedTensor, tuple, Tensor]]
 
 
 class Joint:
@@ -263,16 +263,16 @@ class Joint:
         call = x._version, autocast_dtype(x, operand.layer.in_features), torch.is_grad_enabled()
         waiting = self.waiting
         if waiting is not None and waiting.x() is x and waiting.call == call and operand.layer in waiting.outputs:
-            made_of, y = waiting.outputs.pop(operand.layer)
-            if operand.made_of(operand.codes()) == made_of:
+            codes, adapter, y = waiting.outputs.pop(operand.layer)
+            if operand.codes() is codes and operand.adapter == adapter:
                 return y
         self.waiting = None
         operands = self.together(operand)
         if len(operands) == 1:
             return compute(x, operands, operand.codes)[0]
         outputs = compute(x, operands, partial(self.codes, operands))
-        made = {p.layer: (p.made_of(q), y) for p, q, y in zip(operands, self._held, outputs, strict=True)}
-        y = made.pop(operand.layer)[1]
+        made = {p.layer: (q, p.adapter, y) for p, q, y in zip(operands, self._held, outputs, strict=True)}
+        *_, y = made.pop(operand.layer)
         self.waiting = _Waiting(weakref.ref(x, self._drop), call, made)
         return y
 

@@ -33,10 +33,10 @@ class Operand(NamedTuple):
     merged: bool = True
     stored: tuple | None = None
 
-    def made_of(self, codes: QuantizedTensor) -> tuple:
-        """Identifies what the output depends on besides the input. `codes` are the layer's at that time."""
-        adapter = (state_of(matrix) for matrix in (self.a, self.b) if matrix is not None)
-        return id(codes), *adapter, self.scaling, self.merged
+    @property
+    def adapter(self) -> tuple:
+        """Identifies the adapter in its present state."""
+        return *(state_of(matrix) for matrix in (self.a, self.b) if matrix is not None), self.scaling, self.merged
 
     @property
     def trains(self) -> bool:
