@@ -17,7 +17,7 @@ TRAINERS = {
     QuantDistillationTrainer: DistillationTrainer,
 }
 # Whole trainings, their data and their checkpoints need what a constructor makes, also in TRL
-WHOLE = re.compile(r"__init__|train|create_\w+|_get_train_sampler|\w*(save|load)\w*")
+WHOLE = re.compile(r"__init__|train|_run_epoch|create_\w+|_get_train_sampler|\w*(save|load)\w*")
 
 
 class Answer(tuple):
