@@ -51,6 +51,13 @@ async def staged_later(**kwargs):
     return staged(**kwargs)
 
 
+def test_a_reward_of_the_asynchronous_trainer_gets_no_more_than_there():
+    def exact(prompts, completions, completion_ids, answer):
+        return [float(text == wanted) for text, wanted in zip(completions, answer, strict=True)]
+
+    assert Scorer(exact, 5.0)(TEXTS, IDS, COLUMNS) == [1.0, 0.0, 1.0]
+
+
 @pytest.mark.parametrize("reward", [staged, staged_later])
 def test_a_reward_gets_what_it_gets_in_training(reward):
     assert Scorer(reward, 5.0)(TEXTS, IDS, COLUMNS) == [0.0] * 3

@@ -1,9 +1,9 @@
 """Scores the answers of an evaluation with a reward, called as TRL calls it and guarded as it is in training."""
 
 import asyncio
+import inspect
 import math
 from collections.abc import Callable
-from inspect import isawaitable
 
 from transformers import TrainerState
 
@@ -26,7 +26,8 @@ class Scorer:
     def __init__(self, reward: Callable, seconds: float, state: TrainerState | None = None):
         name = name_of(reward)
         self._at = lambda message: f"The reward function {name!r} {message}"
-        self._given = {"trainer_state": state or TrainerState(), "log_extra": _unlogged, "log_metric": _unlogged}
+        given = {"trainer_state": state or TrainerState(), "log_extra": _unlogged, "log_metric": _unlogged}
+        self._given = {key: value for key, value in given.items() if _takes(reward, key)}
         self._reward = guarded(reward, seconds, self._at, CoroutineThread(), self._scores)
 
     def __call__(self, texts: list[str], ids: list[list[int]], columns: dict[str, list]) -> list[float]:
@@ -49,7 +50,7 @@ class Scorer:
         if isinstance(prompts[0], list):
             texts = [[{"role": "assistant", "content": text}] for text in texts]
         scores = self._reward(prompts=prompts, completions=texts, completion_ids=ids, **self._given, **others)
-        return asyncio.run(_awaited(scores)) if isawaitable(scores) else scores
+        return asyncio.run(_awaited(scores)) if inspect.isawaitable(scores) else scores
 
     def _scores(self, returned, arguments: dict) -> list[float]:
         prompts = arguments["prompts"]
@@ -61,6 +62,15 @@ class Scorer:
             if score is None or math.isnan(score):
                 raise ValueError(self._at(f"gives {score} for prompt {prompt!r}, which cannot be counted."))
         return scores
+
+
+def _takes(reward: Callable, name: str) -> bool:
+    """Whether a reward takes an argument by name. Those of the asynchronous trainer need not take all of TRL's."""
+    try:
+        parameters = inspect.signature(reward).parameters
+    except ValueError:  # a builtin without a signature
+        return True
+    return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
 
 def _unlogged(*args, **kwargs) -> None:
