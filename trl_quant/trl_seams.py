@@ -78,7 +78,7 @@ LASTING = {
     ("trainers/precision.py", "should_training_stop"): (
         "the control of transformers' trainer, of a run that has made its steps",
         "the training",
-        "tests/runs/test_resume.py::test_a_finished_run_trains_no_further",
+        "tests/runs/test_ends.py::test_a_finished_run_trains_no_further",
     ),
     ("policy/exact/model.py", "register"): (
         "transformers' tables of attention functions and masks",
