@@ -30,7 +30,7 @@ class AsynchronousFields:
     """
 
 
-# Of this package's fields that are resolved to what TRL does, which packs its samples by itself and replays no routing
+# TRL's trainer packs its samples by itself, and replays no routing
 OF_TRL = {"pack_sequences": False, "router_replay": False}
 ASYNCHRONOUS = {"what samples while the policy trains": explain(AsynchronousFields)}
 

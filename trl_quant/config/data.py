@@ -204,7 +204,9 @@ def check_texts(train_dataset, eval_dataset) -> None:
     """Raises `ValueError` for data with images, which a critic does not read."""
     for name, dataset in {"train_dataset": train_dataset, **evaluated(eval_dataset)}.items():
         if holds_images(dataset):
-            raise ValueError(f"`{name}` has images, in a column or a prompt, and the critic reads only text.")
+            raise ValueError(
+                f"`{name}` has images, in a column or a prompt, and the critic reads only text. Remove them."
+            )
 
 
 def check_dynamic_sampling(args, tools=None, rollout_func=None, environment_factory=None) -> None:

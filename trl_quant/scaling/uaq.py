@@ -140,7 +140,7 @@ def _plan(model: nn.Module, folded: tuple[type, ...]) -> list[_Fed]:
         for linear in linears:
             parent, _, leaf = clean_name(linear).rpartition(".")
             owner = modules[parent]
-            while not hasattr(owner, leaf):  # PEFT wraps a module around another one to adapt a tensor of its
+            while not hasattr(owner, leaf):  # PEFT wraps a module to adapt one of its tensors
                 if owner.parameter_name == leaf:
                     raise ValueError(f"{linear} is a tensor with an adapter. {BEFORE_WRAPPING}")
                 owner = owner.base_layer

@@ -71,7 +71,7 @@ def copy_check(engine) -> dict[str, float]:
     fault = None
     if not all(row.isfinite().all() for row in expected):
         fault = _broken_policy(engine)
-    elif not math.isfinite(difference) or difference > bound:
+    elif not math.isfinite(difference + bound) or difference > bound:
         fault = _described(engine, difference, bound)
     faults = [other for other in gather_object([fault]) if other]
     if faults:
