@@ -202,3 +202,19 @@ def test_the_pilot_of_stage_3_text():
     began = {log["eval_accuracy"]["0"] for log in logs.values()}
     told = f"from {began.pop():.3f} to {more:.3f} with 128 completions, and to {longer:.3f} with 64 in 200 steps"
     assert told in PAGE and not began
+
+
+def test_what_reuse_keeps_without_the_seed_that_chose_it():
+    rows, groups = stored(RESULTS / "study" / "reuse.json.xz")
+    ends = {
+        row["name"]: {run["seed"]: read.values("eval_accuracy") for run, read in zip(row["runs"], group.runs)}
+        for row, group in zip(rows, groups, strict=True)
+    }
+    start, end = (fmean(ends["full precision"][seed][place] for seed in (1, 2)) for place in (0, -1))
+    kept = {
+        name: (fmean(ends[f"mxfp4 {name}"][seed][-1] for seed in (1, 2)) - start) / (end - start)
+        for name in ("tis", "none", "geometric")
+    }
+    told = "Without seed 0 `tis` keeps {tis:.0%}, `none` {none:.0%} and `geometric` {geometric:.0%}."
+    assert told.format(**kept) in PAGE
+    assert f"and here at {ends['mxfp4 none'][0][-1]:.3f} with 2.13" in PAGE
