@@ -180,6 +180,19 @@ def test_numbers(format, device):
     assert torch.equal(ours.isnan(), theirs.isnan()) and torch.equal(ours.nan_to_num(), theirs.nan_to_num())
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_more_rows_than_a_grid_has_on_its_other_axes():
+    """16 rows a program, and more than 65535 programs: the tokens of a mixture, each once for each of its experts."""
+    rows = 16 * 65535 + 1
+    codes = torch.randint(-127, 128, (rows, 3), dtype=torch.int8, device="cuda")
+    scale = torch.rand(rows, 1, device="cuda")
+    q = QuantizedTensor("int8", codes, scale, codes.shape, torch.bfloat16)
+    assert torch.equal(bits(kernels.dequantize_rows(q, torch.float32)), bits(q.dequantize(torch.float32)))
+    arguments = codes.int(), scale, scale[:3], None, torch.float32
+    assert torch.equal(bits(kernels.scale_sums(*arguments)), bits(products.scale_sums(*arguments)))
+
+
 @on_devices
 @pytest.mark.parametrize("format", ["fp8", "int8"])
 def test_experts_are_read_one_by_one(format, device):

@@ -344,6 +344,21 @@ def test_products_are_exact_under_autocast():
     assert not ((shortcut - exact).abs() <= bound).all()
 
 
+def test_weights_in_blocks_are_not_rounded_to_bf16():
+    """A kernel multiplies codes, and sums with their scales in FP32, whatever the weight's type was."""
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(256, 128, bias=False, dtype=torch.bfloat16)
+    x, weight = torch.randn(64, 256), quantize(linear.weight.detach(), "fp8_block")
+    layer = EngineLinear(linear, "fp8_block", torch.bfloat16)
+    returned = layer.load(linear.weight.detach())
+    inputs = fake_quantize_activation(x, "fp8_block").double()
+    exact = inputs @ weight.dequantize(torch.float64).T
+    bound = 1e-5 * exact.abs().max()
+    assert (layer(x) - exact).abs().max() <= bound
+    assert (inputs @ weight.dequantize().double().T - exact).abs().max() > bound, "the values in the weight's type"
+    assert torch.equal(returned, weight.dequantize())
+
+
 def test_fp16_under_autocast_is_computed_in_its_type():
     """Autocast joins tensors of its own type and of FP32 alone, and the rotary embedding joins halves of an output."""
     linear = tiny_model(dtype=torch.float16).model.layers[0].self_attn.q_proj

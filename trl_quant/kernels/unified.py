@@ -278,6 +278,17 @@ def transpose_kernel(x_ptr, words_t_ptr, rows, cols):
 
 
 @triton.jit
+def _tile(cols, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """
+    Returns the rows and columns of this program's tile. The grid's first axis counts the tiles, row by row: on its
+    other axes CUDA allows 65535 programs, too few for the tokens of a mixture.
+    """
+    across = tl.cdiv(cols, COLS)
+    row = tl.program_id(0) // across * ROWS + tl.arange(0, ROWS)
+    return row, tl.program_id(0) % across * COLS + tl.arange(0, COLS)
+
+
+@triton.jit
 def _outputs(sums, x_scale_ptr, w_scale_ptr, bias_ptr, row, col, rows, cols):
     """Computes `fma(s_x, s_w sum, b)` for the sums of some rows and columns of (rows, cols)."""
     y = sums.to(tl.float32) * tl.load(w_scale_ptr + col, mask=col < cols, other=0.0)[None, :]
@@ -297,8 +308,7 @@ def sums_kernel(
     sums_ptr, y_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
     """Computes `fma(s_x, s_w sum, b)` for each sum of (rows, cols)."""
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    col = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    row, col = _tile(cols, ROWS, COLS)
     mask = (row < rows)[:, None] & (col < cols)[None, :]
     offset = row.to(tl.int64)[:, None] * cols + col[None, :]
     sums = tl.load(sums_ptr + offset, mask=mask, other=0)
@@ -311,14 +321,13 @@ def numbers_kernel(
     values_ptr, scale_ptr, y_ptr, rows, cols, INT8: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):
     """Multiplies the codes (rows, cols) of each matrix, as bytes, with the scale of their row."""
-    matrix = tl.program_id(2).to(tl.int64)
+    matrix = tl.program_id(1).to(tl.int64)
     values_ptr += matrix * rows * cols
     scale_ptr += matrix * rows
     y_ptr += matrix * rows * cols
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    col = tl.program_id(0) * COLS + tl.arange(0, COLS)[None, :]
-    mask = (row < rows)[:, None] & (col < cols)
-    offset = row.to(tl.int64)[:, None] * cols + col
+    row, col = _tile(cols, ROWS, COLS)
+    mask = (row < rows)[:, None] & (col < cols)[None, :]
+    offset = row.to(tl.int64)[:, None] * cols + col[None, :]
     codes = tl.load(values_ptr + offset, mask=mask, other=0)
     if INT8:
         y = codes.to(tl.int8, bitcast=True).to(tl.float32)
@@ -453,7 +462,7 @@ def scale_sums(sums: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | No
     rows, cols = sums.shape
     y = sums.new_empty(rows, cols, dtype=dtype)
     with on(sums):
-        sums_kernel[(triton.cdiv(cols, 256), triton.cdiv(rows, 16))](
+        sums_kernel[(triton.cdiv(rows, 16) * triton.cdiv(cols, 256),)](
             sums, y, x_scale, w_scale.float(), bias, rows, cols, ROWS=16, COLS=256
         )
     return y
@@ -465,7 +474,7 @@ def dequantize_rows(q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
     y = q.values.new_empty(q.shape, dtype=dtype)
     if y.numel():
         with on(y):
-            numbers_kernel[(triton.cdiv(cols, 256), triton.cdiv(rows, 16), prod(experts))](
+            numbers_kernel[(triton.cdiv(rows, 16) * triton.cdiv(cols, 256), prod(experts))](
                 q.values.contiguous().view(torch.uint8), q.wide_scale.contiguous(), y, rows, cols,
                 INT8=FORMATS[q.format].integers, ROWS=16, COLS=256,
             )  # fmt: skip

@@ -77,7 +77,9 @@ def held_weight(q: QuantizedTensor, dtype: torch.dtype) -> tuple[EngineWeight, T
     kind, dequantized = FORMATS[q.format], q.dequantize()
     if kind.per_row:
         return EngineWeight(q.values.to(dtype), q.scale.flatten(q.values.ndim - 2).float()), dequantized
-    return EngineWeight(dequantized.to(dtype if kind.activations is None else torch.float32)), dequantized
+    if kind.activations is None:
+        return EngineWeight(dequantized.to(dtype)), dequantized
+    return EngineWeight(q.dequantize(torch.float32)), dequantized
 
 
 def quantized_linear(
