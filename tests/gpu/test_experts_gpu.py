@@ -117,6 +117,33 @@ def test_live_equals_fresh_and_faults_are_found(family, precision, tmp_path, mon
     torch.cuda.empty_cache()
 
 
+@pytest.mark.parametrize("precision", with_experts())
+def test_each_sync_through_vllms_reload(precision, tmp_path):
+    """As behind a server, which does not write in place: of all weights twice, then of attention, then of experts."""
+    if missing := supported_precisions()[precision]:
+        pytest.skip(missing)
+    model = mixture(tmp_path / "model", "qwen3_moe")
+    sampler, layer, seen, copies = engine(model, precision), model.model.layers[1], [], []
+    sampler.destinations = {}
+    changes = (None, None, layer.self_attn.v_proj.weight, layer.mlp.experts.down_proj)
+    codes = {"prepared": PRECISIONS[precision].format is not None, "device": "cuda"}
+    for step, changed in enumerate(changes):
+        if changed is None:
+            update(model, seed=step)
+        else:
+            changed.data.mul_(1.25)
+        sampler.sync()
+        assert sampler.differing_weight() is None
+        seen.append(repeated(sampler.llm))
+        sampler.check_sync()
+        copies.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+    assert not sampler.destinations and not any(alike(*pair) for pair in combinations(seen, 2))
+    for step, (state, samples) in enumerate(zip(copies, seen, strict=True)):
+        model.load_state_dict(state)
+        assert alike(repeated(fresh(model, precision, tmp_path / f"checkpoint-{step}", **codes)), samples)
+    torch.cuda.empty_cache()
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
 def test_kernels_that_a_run_asks_for(family, tmp_path):
     """CUTLASS's instead of Triton's: they hold experts as they are loaded too."""

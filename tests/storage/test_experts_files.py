@@ -324,6 +324,7 @@ def test_vllm_asks_for_these_names_shapes_and_types(format, tmp_path, monkeypatc
     config = json.loads((path / "config.json").read_text())["quantization_config"]
     layer = type("RoutedExperts", (nn.Module,), {})()  # vLLM finds the scheme by this name
     layer.moe_config = SimpleNamespace(is_act_and_mul=True, w13_num_shards=2, has_bias=False, moe_backend="auto")
+    layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name = "w1", "w3", "w2"
     with set_current_vllm_config(VllmConfig()):
         method = compressed_tensors_moe.CompressedTensorsMoEMethod.get_moe_method(
             compressed_tensors.CompressedTensorsConfig.from_config(config), layer, "model.layers.1.mlp.experts"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from long_tests import rest_is_long
+from tampering import sync_changed
 from tiny import save_tiny
 from training import lora, trainer_for
 
@@ -30,6 +31,7 @@ from trl_quant.rollout.vllm import (
     loading,  # noqa: F401, registers a loader
 )
 from trl_quant.rollout.vllm import server as vllm_server
+from trl_quant.rollout.vllm.client import NotFiniteError
 from trl_quant.rollout.vllm.serving import serve_command
 from trl_quant.storage.layout import quantize_checkpoint
 
@@ -231,3 +233,19 @@ def test_server_that_misses_a_sync(tmp_path, model, servers, monkeypatch):
     monkeypatch.setattr(vllm_client.VLLMClient, "update_named_params", lambda self, metadata, params: list(params))
     with pytest.raises(RuntimeError, match="stale: the engine computes the same as before"):
         trainer.check_sync()
+
+
+def test_a_server_that_computes_nan(tmp_path, model, servers, monkeypatch):
+    """Its answers cannot hold NaN: the check says so, and which weight it holds in place of the policy's."""
+    monkeypatch.setattr(file_transfer, "FILE", Path(f"{model}-bf16.pt"))
+    trainer = trainer_of(tmp_path, servers["bf16"], model, "bf16")
+    sampler, name = trainer.vllm_generation.engine, "model.norm.weight"
+    sync_changed(sampler, lambda tensors: tensors | {name: tensors[name] * torch.nan})
+    try:
+        with pytest.raises(NotFiniteError, match=f"server at {servers['bf16']} computed NaN or infinity"):
+            served(trainer.vllm_generation.vllm_client)
+        with pytest.raises(RuntimeError, match=f"is not finite, and the engine holds another `{name}`"):
+            trainer.check_sync()
+    finally:
+        sync_changed(sampler, dict)
+    assert served(trainer.vllm_generation.vllm_client)

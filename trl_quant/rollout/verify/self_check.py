@@ -164,6 +164,7 @@ def self_check(engine, quick: bool = False) -> dict[str, float]:
         fault = f"stale: {changed_scale}"
     elif not math.isfinite(difference + bound):
         fault = "not to be compared: a log-probability of the engine, or of the policy in its format, is not finite"
+        fault += f", and the engine holds another `{differing_weight}` than the policy" if differing_weight else ""
     elif difference > bound:
         fault = _explain_difference(engine, sequences, sampled, bound, last)
     elif differing_weight is not None:

@@ -33,12 +33,17 @@ from .support import require_nccl
 
 
 PARTS = ("completion_ids", "logprobs", "logprob_token_ids")
+NOT_IN_JSON = "Out of range float values are not JSON compliant"  # the error of Python's `json` for NaN and infinity
 DROPPED = "abort"  # vLLM's reason for the end of a completion that was ended from outside
 # What vLLM adds to a request's name, before and after it: for tokens, and for tokens with features of images
 ENDPOINTS = {"cmpl": "-0", "generate-tokens": ""}
 ANSWER_SHOWN = 200  # characters of an answer that an error message shows
 # Seconds that a transfer may take beyond the limit of its requests. A request then fails first, with a better message
 TRANSFER_SLACK = 10.0
+
+
+class NotFiniteError(RuntimeError):
+    """A server computed log-probabilities that are NaN or infinite, and so could not answer."""
 
 
 class Client(VLLMClient):
@@ -101,10 +106,18 @@ class Client(VLLMClient):
 
     def _post(self, url: str, **kwargs) -> dict:
         """
-        Calls TRL's method. Raises `RuntimeError` for completions that the server has dropped before their end, unless
-        this client has asked for it.
+        Calls TRL's method.
+
+        Raises:
+            `NotFiniteError`: The answer would hold a number that is not finite.
+            `RuntimeError`: The server has dropped completions before their end, and this client has not asked for it.
         """
-        answer = super()._post(url, **kwargs)
+        try:
+            answer = super()._post(url, **kwargs)
+        except Exception as error:  # TRL's method has no class for it
+            if NOT_IN_JSON not in str(error):
+                raise
+            raise NotFiniteError(f"The vLLM server at {self.shown} computed NaN or infinity.") from error
         choices = answer.get("choices") if isinstance(answer, dict) else None
         reasons = [choice["finish_reason"] for choice in choices or ()]
         self.was_ended = self.is_ending.is_set() and reasons == [DROPPED]

@@ -25,7 +25,7 @@ from ..engine import Enough, Request, RolloutNoise, Samples, requests_for
 from ..fingerprint import Fingerprint
 from ..verify.kv_cache import CACHE_FORMATS, UNQUANTIZED, KVCache
 from .base import VLLMBase
-from .client import Client
+from .client import Client, NotFiniteError
 from .sampling import reduced
 from .separate import sampled_separately
 from .serving import BACKEND, is_exposed, read_config, serve_command
@@ -311,20 +311,27 @@ class VLLMServerEngine(VLLMBase):
     ) -> tuple[list[list[int]], list[Tensor]]:
         result = [None]
         if self.accelerator.is_main_process:
-            client, options = self.vllm_client, {"temperature": 0.0, "generation_kwargs": {"ignore_eos": True}}
-            if images is not None:
-                features = self._features(requests_for(prompts, images), [*range(len(prompts))])
-                options["features"] = [*features.values()]
-            continued = client.generate(prompts, n=1, max_tokens=new_tokens, logprobs=0, **options)
-            scored = [[]] * len(prompts)
-            if images is None:
-                scored = client.get_sequence_logprobs(prompts, [1] * len(prompts), top_logprobs=1)["actual_logprobs"]
-            sequences = [[*ids, *new] for ids, new in zip(prompts, continued["completion_ids"], strict=True)]
-            rows = zip(scored, continued["logprobs"], strict=True)
-            logps = [torch.tensor([value for (value,) in [*prompt, *new]]) for prompt, new in rows]
-            result = [(sequences, logps)]
+            try:
+                result = [self._served_logps(prompts, new_tokens, images)]
+            except NotFiniteError:  # the check then says which weight differs
+                result = [not_finite(prompts, new_tokens)]
         broadcast_object_list(result, from_process=0)
         return result[0]
+
+    def _served_logps(
+        self, prompts: list[list[int]], new_tokens: int, images: list[list] | None
+    ) -> tuple[list[list[int]], list[Tensor]]:
+        client, options = self.vllm_client, {"temperature": 0.0, "generation_kwargs": {"ignore_eos": True}}
+        if images is not None:
+            features = self._features(requests_for(prompts, images), [*range(len(prompts))])
+            options["features"] = [*features.values()]
+        continued = client.generate(prompts, n=1, max_tokens=new_tokens, logprobs=0, **options)
+        scored = [[]] * len(prompts)
+        if images is None:
+            scored = client.get_sequence_logprobs(prompts, [1] * len(prompts), top_logprobs=1)["actual_logprobs"]
+        sequences = [[*ids, *new] for ids, new in zip(prompts, continued["completion_ids"], strict=True)]
+        rows = zip(scored, continued["logprobs"], strict=True)
+        return sequences, [torch.tensor([value for (value,) in [*prompt, *new]]) for prompt, new in rows]
 
     def differing_weight(self) -> str | None:
         if self._compared is None:
@@ -349,6 +356,12 @@ class VLLMServerEngine(VLLMBase):
 def announcement(stream: Iterable[tuple[str, Tensor]]) -> list[tuple[str, str, list[int]]]:
     """Returns name, type and shape of each tensor, as TRL's client announces them to the server."""
     return [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in stream]
+
+
+def not_finite(prompts: list[list[int]], new_tokens: int) -> tuple[list[list[int]], list[Tensor]]:
+    """Returns what `logps` does for a server whose log-probabilities are NaN or infinite: any tokens, and NaN."""
+    sequences = [[*ids, *ids[:1] * new_tokens] for ids in prompts]
+    return sequences, [torch.full((len(ids) - 1,), torch.nan) for ids in sequences]
 
 
 def placed(features: dict | None, prompt: list[int], image_token: int) -> dict | None:
