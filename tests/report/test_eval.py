@@ -427,7 +427,6 @@ def test_generated_tasks(argv, tmp_path, task):
         (["--top_p", "0.9"], "`--top_p` acts only with `--num_samples`"),
         (["--num_samples", "2", "--temperature", "0"], "`--temperature`=0 is out of range"),
         (["--num_samples", "2", "--top_p", "1.5"], "`--top_p`=1.5 is out of range"),
-        (["--max_completion_length", "3000", "--engine", "vllm"], "the longest prompt has 2 tokens, and the model's `"),
         (["--output", "{tmp}/out.txt"], "out.txt': results are written as .json"),
         (["--task_kwargs", "[1]"], "`--task_kwargs`='[1]' is not a JSON object"),
         (["--task", "arithmetic", "--task_kwargs", "[]"], "`--task_kwargs`='[]' is not a JSON object"),
@@ -492,6 +491,14 @@ def test_a_precision_in_which_vllm_runs_no_experts_here(argv, tmp_path, monkeypa
     argv[1] = save_tiny(tmp_path / "mixture", "qwen3_moe")
     with pytest.raises(SystemExit, match=r"run on a CPU in 'bf16' alone. Use 'bf16', or `--engine embedded`"):
         main([*argv, "--engine", "vllm", "--rollout_precision", "int8"])
+
+
+@pytest.mark.vllm
+def test_a_context_that_vllm_would_not_have(argv, monkeypatch):
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", None)  # nothing is loaded
+    with pytest.raises(SystemExit, match="error: .*the longest prompt has 2 tokens, and the model's `"):
+        main([*argv, "--max_completion_length", "3000", "--engine", "vllm"])
 
 
 @pytest.mark.vllm
