@@ -37,6 +37,7 @@ from trl_quant.rollout.verify.rows import check_sequences
 from trl_quant.rollout.verify.self_check import Reference, mean_difference
 from trl_quant.rollout.vllm.attention import check_cpu_kernels
 from trl_quant.rollout.vllm.own_class import keeping_classes, take_subclasses
+from trl_quant.rollout.vllm.support import check_experts_here
 from trl_quant.storage.layout import quantize_checkpoint
 
 
@@ -106,6 +107,8 @@ def allow_experts() -> None:
 def policy(path, with_lora: bool = False, dtype: torch.dtype = torch.bfloat16, **kwargs):
     """A tiny policy loaded from a checkpoint at `path`."""
     if kwargs.get("family") in (*MIXTURES, "qwen3_next"):
+        if missing := refusal(check_experts_here, "bf16"):
+            pytest.skip(missing)
         allow_experts()
     model = AutoModelForCausalLM.from_pretrained(save_tiny(path, dtype=torch.bfloat16, **kwargs), dtype=dtype)
     if not with_lora:

@@ -77,7 +77,7 @@ NAMES = {
     "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbeddingShardIndices": """org_vocab_end_index
         org_vocab_start_index""",
     # Linear layers, by the classes that run them (`precisions.PRECISIONS`)
-    f"{LINEAR}:LinearBase": "input_size params_dtype prefix quant_method requires_unquantized_input tp_rank tp_size",
+    f"{LINEAR}:LinearBase": "input_size params_dtype prefix quant_method tp_rank tp_size",
     f"{LINEAR}:UnquantizedLinearMethod": "process_weights_after_loading",
     f"{ONLINE}:Fp8PtpcOnlineLinearMethod": "fp8_linear",
     f"{ONLINE}:Fp8PerTensorOnlineLinearMethod": "fp8_linear",

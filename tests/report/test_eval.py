@@ -497,7 +497,7 @@ def test_a_precision_in_which_vllm_runs_no_experts_here(argv, tmp_path, monkeypa
 def test_a_context_that_vllm_would_not_have(argv, monkeypatch):
     pytest.importorskip("vllm", reason="vLLM is not installed")
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", None)  # nothing is loaded
-    with pytest.raises(SystemExit, match="error: .*the longest prompt has 2 tokens, and the model's `"):
+    with pytest.raises(SystemExit, match=r"error: .*the longest prompt has 2 tokens, and the model's `"):
         main([*argv, "--max_completion_length", "3000", "--engine", "vllm"])
 
 

@@ -319,7 +319,7 @@ def test_vllm_asks_for_these_names_shapes_and_types(format, tmp_path, monkeypatc
     for file, names in chosen.items():
         module = importlib.import_module(f"{compressed_tensors_moe.__name__}.compressed_tensors_moe_{file}")
         for name in names:
-            monkeypatch.setattr(module, name, lambda *_, **__: (None, None))
+            monkeypatch.setattr(module, name, lambda *_, **__: (None, None), raising=False)  # 0.27 has not all of them
     path = prepared(tmp_path, mixture("mixtral", intermediate_size=256), format)
     config = json.loads((path / "config.json").read_text())["quantization_config"]
     layer = type("RoutedExperts", (nn.Module,), {})()  # vLLM finds the scheme by this name

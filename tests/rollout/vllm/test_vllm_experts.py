@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from long_tests import rest_is_long
+from packaging.version import Version
 from peft import LoraConfig
 from safetensors.torch import load_file
 from tampering import of_expert, sync_changed
@@ -17,12 +18,13 @@ from training import config, make
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.platforms import current_platform
 from vllm_engines import COLOCATED, engine, fresh, greedy, keep, policy, update
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.rollout.verify.rows import rows_to_check
 from trl_quant.rollout.verify.self_check import Reference, mean_difference
-from trl_quant.rollout.vllm import worker
+from trl_quant.rollout.vllm import support, worker
 
 
 pytestmark = pytest.mark.vllm
@@ -185,6 +187,16 @@ def test_experts_by_the_names_that_later_versions_report(sampler, monkeypatch):
     sampler.is_current = False
     sampler.sync()
     sampler.check_sync()
+
+
+def test_versions_that_were_not_shown_on_a_cpu_are_refused(monkeypatch):
+    """0.27 has no kernel object for experts there, and its first sync failed."""
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: True)
+    monkeypatch.setattr(support, "vllm_version", lambda: Version("0.30.2"))
+    with pytest.raises(ValueError, match=r"'bf16' in vLLM 0\.30\.2, but .* on a CPU from 0\.31 on. Install that"):
+        support.check_experts_here("bf16")
+    monkeypatch.setattr(support, "vllm_version", lambda: Version("0.31"))
+    support.check_experts_here("bf16")
 
 
 def test_experts_that_vllm_pads_are_refused(tmp_path):

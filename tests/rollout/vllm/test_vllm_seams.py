@@ -27,6 +27,7 @@ from vllm_engines import PROMPTS, fresh, greedy, policy
 from vllm_names import CALLS, KERNELS, LINEAR, NAMES, NAMES_OF_TRUNCATION, PATHS, has, resolve, short
 
 from trl_quant.precisions import PRECISIONS
+from trl_quant.rollout.vllm.support import vllm_version
 
 
 pytestmark = pytest.mark.vllm
@@ -56,6 +57,12 @@ def test_names(path):
     owner = resolve(path)
     missing = [name for name in NAMES[path].split() if not has(owner, name)]
     assert not missing, f"vLLM's {path} has no {', '.join(missing)}"
+
+
+def test_the_name_that_keeps_a_layers_input_unquantized():
+    if vllm_version() < Version("0.31"):
+        pytest.skip("vLLM 0.27 has no such name, and was tested without it")
+    assert has(resolve(f"{LINEAR}:LinearBase"), "requires_unquantized_input")
 
 
 @pytest.mark.parametrize("path", NAMES_OF_TRUNCATION, ids=short)

@@ -21,7 +21,7 @@ from ...storage.source import skeleton
 from ..address import without_password
 from ..limits import finished_within
 from .client import not_vllm, served_context
-from .support import outside_decoder
+from .support import outside_decoder, vllm_version
 
 
 BACKEND = "trl_quant"  # the weight transfer that `transfer.py` registers
@@ -184,9 +184,7 @@ def serve_command(
 
 def images_flag() -> str:
     """Returns the option with which the installed vLLM serves images to TRL's client; empty if it needs none."""
-    from vllm import __version__
-
-    return "--enable-scale-out" if Version(__version__.partition("+")[0]) >= Version("0.30") else ""
+    return "--enable-scale-out" if vllm_version() >= Version("0.30") else ""
 
 
 def read_config(model: str, trust_remote_code: bool) -> PreTrainedConfig | None:

@@ -28,6 +28,7 @@ from ...storage.layout import quantization_config
 logger = logging.getLogger(__name__)
 
 VLLM_VERSIONS = ("0.26", "0.34")  # at least, below
+EXPERTS_ON_CPU = Version("0.31")  # the first version whose mixtures were shown to take new weights on a CPU
 RANK_ON_CPU = "trl_quant.rollout.vllm.cpu_ranks.RankOnCPU"  # vLLM's `worker_cls` where CPU ranks form one engine
 # LoRA's initializations that do not change the base
 KEEPS_BASE = (True, False, "gaussian", "orthogonal", "eva")
@@ -84,6 +85,13 @@ def is_vllm_available() -> bool:
     return find_spec("vllm") is not None
 
 
+def vllm_version() -> Version:
+    """Returns the version of the installed vLLM, without what follows a `+`."""
+    from vllm import __version__
+
+    return Version(__version__.partition("+")[0])
+
+
 def check_version() -> None:
     """Raises `ImportError` if vLLM is missing or its version was not tested."""
     if not is_vllm_available():
@@ -91,12 +99,10 @@ def check_version() -> None:
             "`use_vllm`=True, but vLLM is not installed. Install `trl_quant[vllm]` (CUDA) or `trl_quant[cpu]`, or set "
             "`use_vllm=False` to sample from the embedded engine."
         )
-    from vllm import __version__
-
     lowest, above = map(Version, VLLM_VERSIONS)
-    if not lowest <= Version(__version__.partition("+")[0]) < above:
+    if not lowest <= vllm_version() < above:
         raise ImportError(
-            f"vLLM {__version__} is installed; quantized rollouts need vLLM >= {lowest}, < {above}, whose weight "
+            f"vLLM {vllm_version()} is installed; quantized rollouts need vLLM >= {lowest}, < {above}, whose weight "
             "reloading was tested. Install `trl_quant[vllm]` (CUDA) or `trl_quant[cpu]`, or set `use_vllm=False` for "
             "the embedded engine."
         )
@@ -224,15 +230,23 @@ def check_experts_here(precision: str, otherwise: str = "use_vllm=False") -> Non
             f"kernel that multiplies experts as this precision says. Use one of {', '.join(map(repr, with_experts()))},"
             f" or `{otherwise}`, with which the embedded engine computes any."
         )
-    if PRECISIONS[precision].format is None or not is_vllm_available():
+    if not is_vllm_available():
         return
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu():
+    if not current_platform.is_cpu():
+        return
+    if PRECISIONS[precision].format is not None:
         raise ValueError(
             f"`rollout_precision`={precision!r} in vLLM, but the policy is a mixture of experts, which vLLM was shown "
             f"to run on a CPU in 'bf16' alone. Use 'bf16', or `{otherwise}`, with which the embedded engine computes "
             "any precision."
+        )
+    if vllm_version() < EXPERTS_ON_CPU:
+        raise ValueError(
+            f"`rollout_precision`={precision!r} in vLLM {vllm_version()}, but the policy is a mixture of experts, of "
+            f"which vLLM was shown to take new weights on a CPU from {EXPERTS_ON_CPU} on. Install that, or set "
+            f"`{otherwise}` to sample from the embedded engine."
         )
 
 
