@@ -126,6 +126,14 @@ def environment_is_restored():
     os.environ.update(before)
 
 
+@pytest.fixture(autouse=True)
+def default_dtype_is_restored():
+    """vLLM below 0.30 leaves the engine's type behind as torch's default where its start or a reload fails."""
+    yield
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_default_dtype(sys.modules["torch"].float32)
+
+
 @pytest.fixture
 def tracing():
     """Other tests' engines switch the compiler off, in the process that all share."""

@@ -245,7 +245,6 @@ CASES = {
             model=tiny("llama", max_position_embeddings=32, rope_parameters={"rope_type": "dynamic", "factor": 2.0}),
         ),
         Case("see 8 tokens, and vLLM's", fields=VLLM, model=tiny("cohere2")),
-        Case("for a mixture of experts behind a vLLM server", fields=SERVER, model=tiny("qwen3_moe")),
         Case("vLLM was shown to run on a CPU in 'bf16' alone", fields=VLLM, model=tiny("qwen3_moe"), needs_vllm=True),
         Case(
             "On a CPU vLLM 0.31 looks for all of them on each rank and crashes",

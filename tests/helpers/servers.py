@@ -29,6 +29,12 @@ from vllm import envs
 envs.VLLM_WORKER_MULTIPROC_METHOD = "fork"
 runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
 """
+# The same, with a loop in the place of the kernel that a CPU lacks
+SERVER_OF_INT8_EXPERTS = f"""
+import pytest
+from int8_experts import int8_experts_on_cpu
+int8_experts_on_cpu(pytest.MonkeyPatch())
+{SERVER}"""
 NO_GROUP = {"master_address": "", "master_port": 0, "rank_offset": 1, "world_size": 2}
 FLAGS = ["--host", "127.0.0.1", "--dtype", "bfloat16", "--enforce-eager", "--max-model-len", "512"]
 FLAGS += ["--max-num-seqs", "8", "--kv-cache-memory-bytes", str(64 << 20), "--max-logprobs", "-1"]
@@ -38,10 +44,10 @@ CACHE = ["--kv-cache-dtype", "fp8"] if FP8_CACHE else []
 FILES = ["--weight-transfer-config", '{"backend": "files"}', "--worker-extension-cls", "file_transfer.WorkerExtension"]
 
 
-def serve(model, *flags: str, file="", port=0) -> tuple[warm.Popen, str]:
+def serve(model, *flags: str, file="", port=0, script=SERVER) -> tuple[warm.Popen, str]:
     with socket.create_server(("127.0.0.1", port)) as probe:
         port = str(probe.getsockname()[1])
-    command = [sys.executable, "-c", SERVER, "--model", str(model), "--port", port]
+    command = [sys.executable, "-c", script, "--model", str(model), "--port", port]
     environment = os.environ | {
         "VLLM_SERVER_DEV_MODE": "1",
         "TORCHDYNAMO_DISABLE": "1",
@@ -64,12 +70,12 @@ def wait_for(process: warm.Popen, url: str) -> None:
 
 
 @contextmanager
-def serving(model, *flags: str, file="") -> Iterator[tuple[str, int]]:
+def serving(model, *flags: str, file="", **options) -> Iterator[tuple[str, int]]:
     """
     Context of a server that has started and gets weights in `file` (default: the model's path and `.pt`): its url and
     the group of its processes, which may have ended.
     """
-    process, url = serve(model, *PROCESSED, *FILES, *flags, file=file or f"{model}.pt")
+    process, url = serve(model, *PROCESSED, *FILES, *flags, file=file or f"{model}.pt", **options)
     try:
         wait_for(process, url)
         yield url, process.pid

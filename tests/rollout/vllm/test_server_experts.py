@@ -14,17 +14,21 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed")
 import file_transfer
 from accelerate import Accelerator
+from int8_experts import int8_experts_on_cpu
 from peft import LoraConfig
-from servers import behind, serving, use_files
+from servers import SERVER_OF_INT8_EXPERTS, WIDE, behind, serving, trainer_of, use_files
 from tampering import of_expert, sync_changed
-from tiny import MIXTURES, tiny_tokenizer
+from tiny import MIXTURES, save_tiny, tiny_tokenizer
 from training import trainer_for
 from vllm_engines import fresh, one_by_one, policy, served, update
 
+from trl_quant.config.checks import vllm as vllm_rules
+from trl_quant.models.families import HEAD, ROUTERS
 from trl_quant.rollout import VLLMServerEngine
 from trl_quant.rollout.engine import RolloutNoise
 from trl_quant.rollout.vllm import transfer
 from trl_quant.rollout.vllm.serving import serve_command
+from trl_quant.storage.layout import quantize_checkpoint
 
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -251,3 +255,25 @@ def test_what_a_server_must_not_do(sampler):
     assert "--moe" not in serve_command("model", "fp8") + serve_command("model", "fp8_block", has_experts=True)
     assert "--quantization" not in command and "--quantization fp8_per_channel" in serve_command("model", "fp8")
     assert "prepare" not in serve_command("model", "bf16", has_experts=True)
+
+
+def test_codes_of_experts_travel_to_a_server(tmp_path, monkeypatch):
+    """Three steps with noise and a check before each, in INT8: the server equals an engine on the trained weights."""
+    int8_experts_on_cpu(monkeypatch)
+    use_files(monkeypatch)
+    model = save_tiny(tmp_path / "model", family="qwen3_moe", tied=False, dtype=torch.bfloat16)
+    prepared = quantize_checkpoint(model, tmp_path / "prepared", "int8", [*HEAD, ROUTERS])
+    monkeypatch.setattr(file_transfer, "FILE", Path(f"{prepared}.pt"))
+    noise = {"noise_schedule": "exponential", "noise_sigma_start": 0.05, "noise_sigma_end": 0.01, "noise_stages": 3}
+    options = {"sync_check_steps": 1, "max_steps": 3, "learning_rate": 1e-3, **noise}
+    with serving(prepared, *WIDE[:2], script=SERVER_OF_INT8_EXPERTS) as (url, _):
+        monkeypatch.setattr(vllm_rules, "check_experts_here", lambda precision: None)
+        trainer = trainer_of(tmp_path, url, model, "int8", **options)
+        first = one_by_one(fresh(trainer.model, "int8", tmp_path / "first"))
+        trainer.train()
+        logs = [log for log in trainer.state.log_history if "loss" in log]
+        assert [log["noise/sigma"] for log in logs] == [0, 0.05, 0.01]
+        assert all(0 < log["sync_check/logp_difference"] < log["sync_check/bound"] for log in logs)
+        trainer.check_sync()
+        last = one_by_one(fresh(trainer.model, "int8", tmp_path / "last"))
+        assert served(trainer.vllm_generation.vllm_client) == last != first

@@ -39,7 +39,6 @@ OF_EXPERTS = {  # arguments that change how experts are held or computed, with t
     "moe_backend": ("auto", "triton", "cutlass"),  # the start is refused if the kernel does not fit the precision
     "kernel_config": (None,),
 }
-SERVED_EXPERTS = ("bf16",)  # precisions in which a server may sample from a mixture of experts
 SAVE = (  # what to do about a policy on which vLLM cannot start
     "Save the model, without adapters, and its tokenizer, and name the directory in "
     "`vllm_engine_kwargs={{'model': ...}}`, or sample with `use_vllm=False`"
@@ -298,16 +297,6 @@ RULES = (
         message="`vllm_max_model_length`={args.vllm_max_model_length}: some of the policy's layers see {found} tokens, "
         "and vLLM's, since 0.31 at the latest, one more. Set `vllm_max_model_length` to {found} or less, or sample "
         "with `use_vllm=False`.",
-        needs="model",
-    ),
-    Rule(
-        ("rollout_precision",),
-        when=lambda run: (
-            _samples_experts(run) and run.spec.source == "server" and run.spec.sampled_in not in SERVED_EXPERTS
-        ),
-        message="`rollout_precision`={args.rollout_precision!r} for a mixture of experts behind a vLLM server: with "
-        "vLLM 0.26 on an H200, servers in 'fp8' and 'int8' computed NaN after the second sync, and why is not known "
-        "yet. Use `rollout_precision='bf16'`, or let vLLM sample in the trainer's process.",
         needs="model",
     ),
     Rule(

@@ -345,7 +345,7 @@ class Reference:
         wrappers = {module.get_base_layer(): module for module in outer} if merged else {}
         frozen = {layer for _, layer in self.weights.frozen()}
         owners: dict[nn.Module, dict[str, Tensor]] = {}
-        for place in found.keys() - layers.keys():
+        for place in (place for place in found if place not in layers):
             parent, _, leaf = place.rpartition(".")
             owner = policy.get_submodule(parent)
             if owner not in owners:
@@ -433,6 +433,7 @@ def computing_as_the_engine(
         saved_attributes[module] = {name: vars(module)[name] for name in names if name in vars(module)}
     implementations = policy.get_experts_implementation()
     experts = [parent for (parent, _), layer in zip(places, live, strict=True) if isinstance(layer, nn.Parameter)]
+    orders = {parent: list(parent._parameters) for parent in experts}
     outer = [(path, module) for path, module in outer_modules(policy) if isinstance(module, ParamWrapper)]
     inside = {part for _, module in outer for part in module.modules()}
     wrapped = [(path, module) for path, module in outer if module.get_base_layer() in experts]
@@ -463,6 +464,8 @@ def computing_as_the_engine(
         for (parent, leaf), layer, stand_in, hooks in zip(places, live, stand_ins.values(), own_hooks, strict=True):
             setattr(parent, leaf, layer)
             vars(stand_in).update(hooks)
+        for parent, order in orders.items():  # as it was: ranks gather in it, and a sync is announced in it
+            parent._parameters.update({leaf: parent._parameters.pop(leaf) for leaf in order})
         for module, attributes in saved_attributes.items():
             vars(module).pop("forward", None)
             vars(module).update(attributes)

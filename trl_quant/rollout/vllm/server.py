@@ -6,7 +6,7 @@ the right command line.
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 import torch
@@ -211,7 +211,8 @@ class VLLMServerEngine(VLLMBase):
             of_all = {key: tensors for key, tensors in self._announced.items() if key is None}
             self._announced = of_all | {sent: announcement(self.stream(groups, measured=False))}
         if self.accelerator.is_main_process and self._announced[sent]:
-            self.vllm_client.update_named_params(self._announced[sent], self.stream(groups))
+            announced = self._announced[sent]
+            self.vllm_client.update_named_params(announced, as_announced(announced, self.stream(groups)))
             self.vllm_client.reset_prefix_cache()
             if self.image_token is not None:
                 self.vllm_client.reset_encoder_cache()
@@ -341,7 +342,8 @@ class VLLMServerEngine(VLLMBase):
                 pass
             return None
         weights = ((name, tensor.to(self.accelerator.device)) for name, tensor in self.unquantized())
-        return self.vllm_client.differing_weight(PRECISIONS[self.precision].format, self._compared, weights)
+        format, weights = PRECISIONS[self.precision].format, as_announced(self._compared, weights)
+        return self.vllm_client.differing_weight(format, self._compared, weights)
 
     def read_caches(self) -> list[dict[int, KVCache]]:
         if not self.accelerator.is_main_process:
@@ -356,6 +358,18 @@ class VLLMServerEngine(VLLMBase):
 def announcement(stream: Iterable[tuple[str, Tensor]]) -> list[tuple[str, str, list[int]]]:
     """Returns name, type and shape of each tensor, as TRL's client announces them to the server."""
     return [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in stream]
+
+
+def as_announced(announced: list[tuple], stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """
+    Yields `stream`, of which the server gets the bytes alone. Raises `RuntimeError` at the first tensor that is not the
+    one of the [`announcement`] at its place.
+    """
+    for expected, (name, tensor) in zip(announced, stream, strict=True):
+        (found,) = announcement([(name, tensor)])
+        if found != expected:
+            raise RuntimeError(f"the policy streams {found} now, where the server was told to expect {expected}")
+        yield name, tensor
 
 
 def not_finite(prompts: list[list[int]], new_tokens: int) -> tuple[list[list[int]], list[Tensor]]:
