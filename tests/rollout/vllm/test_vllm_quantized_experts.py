@@ -23,6 +23,7 @@ from vllm_engines import engine, fresh, greedy, policy, update
 
 from trl_quant.formats import quantize
 from trl_quant.models.linears import sampled_linears
+from trl_quant.rollout.fingerprint import fingerprint
 from trl_quant.rollout.verify import self_check
 from trl_quant.rollout.verify.rows import rows_to_check
 from trl_quant.rollout.verify.self_check import Reference, mean_difference, policy_logps
@@ -62,7 +63,7 @@ def tampered(sampler):
 
 
 def test_the_check_leaves_parameters_in_their_order(sampler, monkeypatch):
-    """In which ranks gather them, and in which a server was told that they come."""
+    """In which ranks gather them, and a server was told that they come. In another one, a sync would send them all."""
     names, computing = list(sampler.weights.parameters()), self_check.computing_as_the_engine
 
     def backwards(weights, stand_ins, *others):
@@ -71,6 +72,7 @@ def test_the_check_leaves_parameters_in_their_order(sampler, monkeypatch):
     monkeypatch.setattr(self_check, "computing_as_the_engine", backwards)
     sampler.check_sync()
     assert list(sampler.weights.parameters()) == names
+    assert sampler.changed_groups(fingerprint(sampler.model)) is not None
 
 
 @pytest.mark.parametrize("sampler", rest_is_long(MIXTURES, "qwen3_moe"), indirect=True)

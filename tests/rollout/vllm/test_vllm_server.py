@@ -249,3 +249,13 @@ def test_a_server_that_computes_nan(tmp_path, model, servers, monkeypatch):
     finally:
         sync_changed(sampler, dict)
     assert served(trainer.vllm_generation.vllm_client)
+
+
+def test_what_was_not_announced_is_not_sent():
+    a, b = ("a", torch.zeros(2)), ("b", torch.zeros(3))
+    announced = vllm_server.announcement([a, b])
+    assert [name for name, _ in vllm_server.as_announced(announced, iter([a, b]))] == ["a", "b"]
+    with pytest.raises(RuntimeError, match=r"streams \('b', 'float32', \[3\]\) now, where .* expect \('a', "):
+        next(vllm_server.as_announced(announced, iter([b, a])))
+    with pytest.raises(ValueError):
+        list(vllm_server.as_announced(announced, iter([a])))
