@@ -18,7 +18,7 @@ from int8_experts import int8_experts_on_cpu
 from peft import LoraConfig
 from servers import SERVER_OF_INT8_EXPERTS, WIDE, behind, serving, trainer_of, use_files
 from tampering import of_expert, sync_changed
-from tiny import MIXTURES, save_tiny, tiny_tokenizer
+from tiny import MIXTURES, tiny_tokenizer
 from training import trainer_for
 from vllm_engines import fresh, one_by_one, policy, served, update
 
@@ -261,7 +261,7 @@ def test_codes_of_experts_travel_to_a_server(tmp_path, monkeypatch):
     """Three steps with noise and a check before each, in INT8: the server equals an engine on the trained weights."""
     int8_experts_on_cpu(monkeypatch)
     use_files(monkeypatch)
-    model = save_tiny(tmp_path / "model", family="qwen3_moe", tied=False, dtype=torch.bfloat16)
+    policy(model := tmp_path / "model", family="qwen3_moe", tied=False)
     prepared = quantize_checkpoint(model, tmp_path / "prepared", "int8", [*HEAD, ROUTERS])
     monkeypatch.setattr(file_transfer, "FILE", Path(f"{prepared}.pt"))
     noise = {"noise_schedule": "exponential", "noise_sigma_start": 0.05, "noise_sigma_end": 0.01, "noise_stages": 3}
