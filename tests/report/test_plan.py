@@ -16,7 +16,7 @@ import trl_quant.cli.train as train
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.cli import main
 from trl_quant.report.memory import Shape
-from trl_quant.report.plan import memory_of_machine, number_of_steps
+from trl_quant.report.plan import make_plan, memory_of_machine, number_of_steps
 
 
 # Steps and prompts
@@ -60,6 +60,13 @@ def test_plan_and_dry_run_tell_the_same(model_dir, options, capsys, unloaded):
     ):
         assert part in planned
     assert "GSM8K" not in planned and "nothing is quantized" not in planned
+
+
+def test_a_stream_has_no_longest_prompt(tmp_path):
+    rows = training.dataset(8).to_iterable_dataset()
+    args = training.config(QuantGRPOConfig, tmp_path, max_steps=2)
+    with pytest.raises(ValueError, match="is a stream, of which a plan cannot know the longest prompt"):
+        make_plan("nowhere", args, None, rows)
 
 
 def test_a_run_without_a_length_is_planned_all_the_same(model_dir, options, capsys, unloaded):

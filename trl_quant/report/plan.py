@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from peft import PeftConfig
 from transformers import AutoConfig, AutoTokenizer
 
@@ -80,8 +80,13 @@ def make_plan(
         [`Plan`]: The plan.
 
     Raises:
-        `ValueError` or `ImportError`: for options that the trainer would refuse on any machine.
+        `ValueError` or `ImportError`: for options that the trainer would refuse on any machine, and for a stream.
     """
+    if isinstance(train_dataset, IterableDataset):
+        raise ValueError(
+            "`train_dataset` is a stream, of which a plan cannot know the longest prompt. Plan with some of its rows, "
+            "such as `Dataset.from_list(list(train_dataset.take(1000)))`."
+        )
     args.resolve_for(adapted=peft_config is not None)
     on_cpu = args.use_cpu if on_cpu is None else on_cpu
     refused = None
