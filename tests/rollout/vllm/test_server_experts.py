@@ -26,7 +26,7 @@ from trl_quant.config.checks import vllm as vllm_rules
 from trl_quant.models.families import HEAD, ROUTERS
 from trl_quant.rollout import VLLMServerEngine
 from trl_quant.rollout.engine import RolloutNoise
-from trl_quant.rollout.vllm import transfer
+from trl_quant.rollout.vllm import kernel_checks, transfer
 from trl_quant.rollout.vllm.serving import serve_command
 from trl_quant.storage.layout import quantize_checkpoint
 
@@ -269,11 +269,14 @@ def test_codes_of_experts_travel_to_a_server(tmp_path, monkeypatch):
     with serving(prepared, *WIDE[:2], script=SERVER_OF_INT8_EXPERTS) as (url, _):
         monkeypatch.setattr(vllm_rules, "check_experts_here", lambda precision: None)
         trainer = trainer_of(tmp_path, url, model, "int8", **options)
-        first = one_by_one(fresh(trainer.model, "int8", tmp_path / "first"))
+        first = fresh(trainer.model, "int8", tmp_path / "first")
+        (products,) = first.apply_model(kernel_checks.int8_errors)
+        trainer.vllm_generation.engine.product_errors = products  # of this CPU; a server cannot be asked for them
+        before = one_by_one(first)
         trainer.train()
         logs = [log for log in trainer.state.log_history if "loss" in log]
         assert [log["noise/sigma"] for log in logs] == [0, 0.05, 0.01]
         assert all(0 < log["sync_check/logp_difference"] < log["sync_check/bound"] for log in logs)
         trainer.check_sync()
         last = one_by_one(fresh(trainer.model, "int8", tmp_path / "last"))
-        assert served(trainer.vllm_generation.vllm_client) == last != first
+        assert served(trainer.vllm_generation.vllm_client) == last != before
