@@ -23,6 +23,7 @@ from vllm_engines import COLOCATED, SMALL, greedy, keep
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer, choose_precision
 from trl_quant.cli import main as command
+from trl_quant.config.checks.rule import refusal
 from trl_quant.formats import quantize
 from trl_quant.rollout.vllm import choice, support, trial
 from trl_quant.rollout.vllm.support import supported_precisions
@@ -318,6 +319,8 @@ def test_some_precisions_are_measured(tmp_path, monkeypatch):
 
 def test_a_mixture_is_measured_in_what_its_run_may_have(tmp_path, monkeypatch):
     """The others are told with the words of the run's own refusal."""
+    if missing := refusal(support.check_experts_here, "bf16"):
+        pytest.skip(missing)
     measuring, args = Measuring(monkeypatch), settings(tmp_path)
     model = save_tiny(tmp_path / "model", "qwen3_moe", dtype=torch.bfloat16)
     found = choose_precision(QuantGRPOTrainer, model, args)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from drawing import generated
 from long_tests import rest_is_long
+from packaging.version import Version
 from peft import LoraConfig, get_peft_model
 from readers import load_reader, save_reader
 from tiny import FAMILIES, save_tiny, tiny_tokenizer
@@ -18,6 +19,7 @@ from vllm_engines import SMALL, engine, fp8_block_anywhere, fresh, greedy, keep,
 from trl_quant import QuantGRPOTrainer
 from trl_quant.rollout import VLLMEngine
 from trl_quant.rollout.vllm import kernel_checks
+from trl_quant.rollout.vllm.support import vllm_version
 
 
 pytestmark = pytest.mark.vllm
@@ -226,6 +228,8 @@ def test_a_server_that_lacks_biases_is_found(tmp_path, monkeypatch):
 
 
 def test_a_head_that_vllm_lacks(tmp_path):
+    if vllm_version() < Version("0.31"):
+        pytest.skip("Gemma 2 of vLLM 0.27 starts with a tied head alone, and says so itself")
     model = policy(tmp_path / "model", family="gemma2", tied=False)
     refused(lambda: engine(model, "bf16"), "vLLM's model has no head of its own", "use_vllm=False")
 
