@@ -97,7 +97,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     path = write(tmp_path / "d.jsonl", {"prompt": "1+1="})
     for file, split, says in (
         ("d.txt", "train", r"must end in \.json, \.jsonl, \.parquet, \.csv"),
-        ("latin.jsonl", "train", "cannot be read: .*UTF8"),
+        ("latin.jsonl", "train", "cannot be read: .*UTF-?8"),
         ("blank.jsonl", "train", "cannot be read: .*no data"),
         (path, "train[:x]", "cannot be read: "),
         (path, "train[:0]", "cannot be read: "),
