@@ -8,12 +8,14 @@ import json
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from long_tests import rest_is_long
 from tampering import sync_changed
-from tiny import save_tiny
+from tiny import save_tiny, tiny_model, tiny_tokenizer
 from training import lora, trainer_for
 
 
@@ -259,3 +261,21 @@ def test_what_was_not_announced_is_not_sent():
         next(vllm_server.as_announced(announced, iter([b, a])))
     with pytest.raises(ValueError):
         list(vllm_server.as_announced(announced, iter([a])))
+
+
+def test_a_sync_ends_where_the_order_of_layers_has_changed(monkeypatch):
+    """The announcement of the first sync is used again."""
+    monkeypatch.setattr(vllm_server.VLLMServerEngine, "start_vllm", lambda self: self.plan_stream(False))
+    policy = tiny_model()
+    sampler = vllm_server.VLLMServerEngine(
+        policy, Accelerator(cpu=True), tiny_tokenizer(), mode="server", precision="bf16"
+    )
+    sampler.vllm_client = SimpleNamespace(
+        update_named_params=lambda announced, stream: list(stream), reset_prefix_cache=list, mark_sync=list
+    )
+    sampler.sync()
+    attention = policy.model.layers[0].self_attn
+    attention.q_proj = attention._modules.pop("q_proj")
+    sampler.is_current = False
+    with pytest.raises(RuntimeError, match=r"streams \('model.layers.0.self_attn.k_proj.weight', .* expect \('model"):
+        sampler.sync()
