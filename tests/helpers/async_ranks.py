@@ -54,13 +54,7 @@ def trained(case: str, path: Path, ranks: int = 1, resume: str | None = None):
 
 
 def server_of_a_test() -> dict:
-    """Settings of a run with the INT8 server, and the weights' way to it in files, of a test in another process."""
-    import file_transfer
-    import pytest
-    from servers import use_files
-
-    use_files(pytest.MonkeyPatch())
-    file_transfer.FILE = Path(os.environ["FILE_TRANSFER"])
+    """Settings of a run with the INT8 server of a test in another process."""
     settings = {"use_vllm": True, "vllm_server_base_url": os.environ["SERVER"], "rollout_precision": "int8"}
     return settings | {"token_budget": 0, "dtype": "bfloat16", "sync_check_steps": 0, "max_completion_length": 60}
 

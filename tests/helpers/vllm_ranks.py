@@ -98,6 +98,8 @@ def train(mode: str, precision: str, tuning: str, path: Path) -> dict:
     if mode in BESIDE:
         return beside(trainer, precision, before, ours, path)
     options = {"tensor_parallel_size": size, "distributed_executor_backend": "external_launcher"}
+    if mode in MIXED and precision != "bf16":  # vLLM would quantize routers too
+        options |= {"prepared": True, "device": "cuda"}
     if size > 1 and not GPU:
         options["worker_cls"] = RANK_ON_CPU  # else its shared memory is everybody's, and outlives it
     theirs = greedy(fresh(saved(path, tuning, trainer.model, model), precision, path / "fresh", **options))

@@ -290,12 +290,9 @@ def server_info(model: str) -> dict:
 
 def connect(url: str, model: str, trust: bool, tmp_path, monkeypatch, **options):
     """A trainer of a BF16 server, up to where weights would travel."""
-    import trl.generation.vllm_client as vllm_client
-
     from trl_quant.rollout.vllm import client
 
-    monkeypatch.setattr(vllm_client.VLLMClient, "init_communicator", lambda self, device: None)
-    monkeypatch.setattr(client, "require_nccl", lambda communicator, process: None)
+    monkeypatch.setattr(client.Client, "ask_workers", lambda self, method: [])
     settings = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "rollout_precision": "bf16"}
     args = config(QuantGRPOConfig, tmp_path / "out", trust_remote_code=trust, **settings | options)
     return make(QuantGRPOTrainer, args, model)

@@ -8,7 +8,6 @@ import copy
 import os
 import signal
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,10 +15,9 @@ import torch
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
-import file_transfer
 from asynchronous import asynchronous, logps_of, noted
 from ranks import on_two_ranks, results
-from servers import WIDE, files_in_place_of_nccl, serving
+from servers import WIDE, serving
 from tiny import save_tiny
 from transformers import AutoModelForCausalLM, TrainerCallback
 from turns import calling_tokenizer, conversations, note, spread_of_messages
@@ -34,7 +32,6 @@ from trl_quant.storage.layout import quantize_checkpoint
 
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.long]
-assert files_in_place_of_nccl  # a fixture of every test here
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +39,8 @@ def server(tmp_path_factory):
     """For all tests, in their order: the last one kills it."""
     model = save_tiny(tmp_path_factory.mktemp("beside") / "model", dtype=torch.bfloat16)
     prepared = str(quantize_checkpoint(model, f"{model}-int8", "int8"))
-    with serving(prepared, *WIDE[:2], file=f"{model}.pt") as (url, group):
+    with serving(prepared, *WIDE[:2]) as (url, group):
         yield SimpleNamespace(model=model, url=url, send=lambda number: os.killpg(group, number))
-
-
-@pytest.fixture(autouse=True)
-def the_servers_file(monkeypatch, server):
-    monkeypatch.setattr(file_transfer, "FILE", Path(f"{server.model}.pt"))
 
 
 def beside(server, path, **settings):
@@ -90,7 +82,6 @@ def test_live_equals_fresh_where_the_first_of_two_ranks_samples(tmp_path, server
     weights tensor by tensor, and the first one sends them.
     """
     monkeypatch.setenv("SERVER", server.url)
-    monkeypatch.setenv("FILE_TRANSFER", f"{server.model}.pt")
     (tmp_path / "model").symlink_to(server.model)
     case = "async-server-full"
     left, right = results(tmp_path, case, on_two_ranks(launch, tmp_path, case))

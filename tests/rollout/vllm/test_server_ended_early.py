@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,11 +16,10 @@ from ended_early import at_least
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
-import file_transfer
 import requests
 from accelerate import Accelerator
 from remembering import assert_goes_on, in_flight, returned
-from servers import files_in_place_of_nccl, serving, trainer_of
+from servers import serving, trainer_of
 from tiny import save_tiny, tiny_tokenizer
 from training import Killed, killing, metrics
 from transformers import AutoModelForCausalLM
@@ -34,7 +32,6 @@ from trl_quant.rollout.vllm.client import Client
 
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.long]
-assert files_in_place_of_nccl  # a fixture of every test here
 MOST = 250  # tokens of a completion, for which the server takes seconds
 COMPARED = 30  # tokens
 VARIED = {"stop_token_ids": list(range(0, 250, 50)), "seed": 3}  # many lengths; a seed makes samples repeatable
@@ -51,7 +48,6 @@ def server(tmp_path_factory):
 
 @pytest.fixture
 def engine(server, monkeypatch) -> VLLMServerEngine:
-    monkeypatch.setattr(file_transfer, "FILE", Path(f"{server.model}.pt"))
     policy = AutoModelForCausalLM.from_pretrained(server.model, dtype=torch.bfloat16)
     settings = {"mode": "server", "server_base_url": server.url, "max_completion_length": MOST}
     checks = {"sync_check_steps": 0, "request_timeout": 60.0}
@@ -232,7 +228,6 @@ def test_the_end_of_no_request_is_not_asked_for():
 
 def test_a_run_with_rollouts_in_flight(tmp_path, server, monkeypatch):
     """Groups go on in the next generation; each prompt is sampled once, and the server keeps nothing of them."""
-    monkeypatch.setattr(file_transfer, "FILE", Path(f"{server.model}.pt"))
     seen = []
 
     def reward(prompts, completion_ids, **kwargs):
@@ -253,7 +248,6 @@ def test_a_run_with_rollouts_in_flight(tmp_path, server, monkeypatch):
 
 def test_a_killed_run_goes_on_with_its_tokens(tmp_path, server, monkeypatch):
     """What was in flight keeps its tokens and versions, and each prompt is sampled once. New samples may differ."""
-    monkeypatch.setattr(file_transfer, "FILE", Path(f"{server.model}.pt"))
     settings = {"rollouts_in_flight": 3.0, "num_generations": 2, "per_device_train_batch_size": 4, "max_steps": 4}
     settings |= {"max_completion_length": 40, "generation_kwargs": {"stop_token_ids": list(range(0, 250, 13))}}
     settings |= {"sync_check_steps": 0, "save_strategy": "steps", "save_steps": 1}

@@ -4,7 +4,6 @@ self-check, whose tensors the server's worker compares, finds each expert and ea
 """
 
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,11 +11,10 @@ import torch
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
-import file_transfer
 from accelerate import Accelerator
 from int8_experts import int8_experts_on_cpu
 from peft import LoraConfig
-from servers import SERVER_OF_INT8_EXPERTS, WIDE, behind, serving, trainer_of, use_files
+from servers import SERVER_OF_INT8_EXPERTS, WIDE, behind, serving, trainer_of
 from tampering import of_expert, sync_changed
 from tiny import MIXTURES, tiny_tokenizer
 from training import trainer_for
@@ -26,7 +24,8 @@ from trl_quant.config.checks import vllm as vllm_rules
 from trl_quant.models.families import HEAD, ROUTERS
 from trl_quant.rollout import VLLMServerEngine
 from trl_quant.rollout.engine import RolloutNoise
-from trl_quant.rollout.vllm import kernel_checks, transfer
+from trl_quant.rollout.vllm import client, kernel_checks, transfer
+from trl_quant.rollout.vllm.same_device import filled
 from trl_quant.rollout.vllm.serving import serve_command
 from trl_quant.storage.layout import quantize_checkpoint
 
@@ -46,9 +45,7 @@ def server(request, tmp_path_factory):
             bias.copy_(torch.tensor([0.3, -0.2, 0.0, 0.1]))
             bias[UNREACHED] = -10.0  # a token's scores lie between 0 and 1
     model.save_pretrained(path)
-    with serving(path) as (url, _), pytest.MonkeyPatch.context() as patch:
-        use_files(patch)
-        patch.setattr(file_transfer, "FILE", Path(f"{path}.pt"))
+    with serving(path) as (url, _):
         yield SimpleNamespace(model=model, url=url)
 
 
@@ -74,14 +71,14 @@ def tampered(sampler):
 
 def names_sent(sampler, monkeypatch) -> list[list[str]]:
     """The names of the tensors of each update that reaches the server from now on."""
-    sent, send = [], file_transfer.send
+    sent = []
 
-    def noting(iterator, *args, **kwargs):
-        tensors = list(iterator)
+    def noting(memory, stream):
+        tensors = list(stream)
         sent.append([name for name, _ in tensors])
-        send(tensors)
+        return filled(memory, tensors)
 
-    monkeypatch.setattr("trl.generation.vllm_client.packed_nccl_broadcast_producer", noting)
+    monkeypatch.setattr(client, "filled", noting)
     return sent
 
 
@@ -260,10 +257,8 @@ def test_what_a_server_must_not_do(sampler):
 def test_codes_of_experts_travel_to_a_server(tmp_path, monkeypatch):
     """Three steps with noise and a check before each, in INT8: the server equals an engine on the trained weights."""
     int8_experts_on_cpu(monkeypatch)
-    use_files(monkeypatch)
     policy(model := tmp_path / "model", family="qwen3_moe", tied=False)
     prepared = quantize_checkpoint(model, tmp_path / "prepared", "int8", [*HEAD, ROUTERS])
-    monkeypatch.setattr(file_transfer, "FILE", Path(f"{prepared}.pt"))
     noise = {"noise_schedule": "exponential", "noise_sigma_start": 0.05, "noise_sigma_end": 0.01, "noise_stages": 3}
     options = {"sync_check_steps": 1, "max_steps": 3, "learning_rate": 1e-3, **noise}
     with serving(prepared, *WIDE[:2], script=SERVER_OF_INT8_EXPERTS) as (url, _):

@@ -12,7 +12,6 @@ import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -20,10 +19,9 @@ from long_tests import rest_is_long
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
-import file_transfer
 import requests
 import torch
-from servers import FILES, PROCESSED, files_in_place_of_nccl, serve, trainer_of, wait_for
+from servers import PROCESSED, TRANSFER, serve, trainer_of, wait_for
 from tiny import save_tiny
 from training import metrics
 from trl.generation.vllm_client import VLLMClient
@@ -38,7 +36,6 @@ from trl_quant.rollout.vllm.client import Client
 
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-assert files_in_place_of_nccl  # a fixture of every test here
 SAMPLES, WORKERS = "/v1/completions", "/collective_rpc"
 LIMIT = 1.0  # seconds for requests that are answered late; a machine with other load may need as many for others
 
@@ -47,12 +44,12 @@ class Server:
     """A real one, which can be killed and started again at its address."""
 
     def __init__(self, model: str):
-        self.model, self.file = model, f"{model}.pt"
+        self.model = model
         self.process, self.url = self.started()
         wait_for(self.process, self.url)
 
     def started(self, port: int = 0):
-        return serve(self.model, *PROCESSED, *FILES, file=self.file, port=port)
+        return serve(self.model, *PROCESSED, *TRANSFER, port=port)
 
     def send(self, number: int) -> None:
         os.killpg(self.process.pid, number)  # its engine is a process of the same group
@@ -75,11 +72,6 @@ def server(tmp_path_factory):
     yield server
     server.send(signal.SIGKILL)
     server.process.wait(30)
-
-
-@pytest.fixture(autouse=True)
-def the_servers_file(monkeypatch, server):
-    monkeypatch.setattr(file_transfer, "FILE", Path(server.file))
 
 
 class Proxy(BaseHTTPRequestHandler):
@@ -198,10 +190,10 @@ def test_a_server_that_does_not_answer_in_time(tmp_path, server, proxy, fault, p
     text = refused(tmp_path, proxy, server, {path: fault}, LIMIT)
     assert f"The vLLM server at {proxy} did not answer `POST {path}` within `vllm_request_timeout`=1 seconds" in text
     assert "failed at step 0" in text and "start again" in text
-    assert ("in the middle of an update: restart it" in text) is (path == "/update_weights")
-    if path == "/update_weights":
-        for path in ("finish_weight_update", "resume"):
-            requests.post(f"{server.url}/{path}").raise_for_status()
+    assert ("in the middle of an update: restart it" in text) is (path in (WORKERS, "/update_weights"))
+    ends = {"/update_weights": ["finish_weight_update", "resume"], WORKERS: ["resume"]}
+    for end in ends.get(path, []):
+        requests.post(f"{server.url}/{end}").raise_for_status()
 
 
 NOT_WHOLE = [
@@ -229,7 +221,7 @@ NOT_WHOLE = [
         "they have no log-probabilities",
     ),
     (SAMPLES, changed(lambda c: c["choices"][3].update(finish_reason="abort")), "(finish_reason 'abort')"),
-    (WORKERS, without("results"), "answered a call of `set_sync_token`, but not as `vllm serve` does"),
+    (WORKERS, without("results"), "answered a call of `open_memory`, but not as `vllm serve` does"),
 ]
 
 
@@ -281,8 +273,9 @@ def test_an_empty_address(tmp_path, server):
         trainer_of(tmp_path, "", server.model, "bf16", **port)
 
 
-def test_a_port_for_the_transfer_that_is_taken(tmp_path, server):
+def test_a_port_for_the_transfer_that_is_taken(tmp_path, server, monkeypatch):
     """TRL's client would first wait for the server, which waits for the client on this port."""
+    monkeypatch.setattr(vllm_client, "place_of", lambda device: "another device")
     with socket.create_server((get_ip(), 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(ValueError, match=f"`vllm_group_port`={port} cannot be opened on this machine: .*in use"):
@@ -357,11 +350,11 @@ def test_a_server_that_another_run_syncs(tmp_path, server, monkeypatch):
 
 
 def test_a_server_that_a_trainer_of_trl_syncs(tmp_path, server):
-    """TRL's client sends weights and no token."""
+    """TRL's client sends no token with its weights, which it sends over NCCL."""
     trainer = trainer_of(tmp_path, server.url, server.model, "bf16", max_steps=1)
     trainer.train()
-    other = VLLMClient(base_url=server.url)
-    other.update_model_params(trainer.model.to(torch.bfloat16))
+    with VLLMClient(base_url=server.url).weight_update():
+        pass
     with pytest.raises(RuntimeError, match="or another run has sent it weights"):
         trainer.vllm_generation.vllm_client.generate([[1, 2, 3]])
 

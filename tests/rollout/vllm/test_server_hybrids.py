@@ -3,16 +3,13 @@ A hybrid behind a real vLLM server on this CPU, in BF16: after each sync it equa
 finds parts of a state that are not the policy's.
 """
 
-from pathlib import Path
-
 import pytest
 from long_tests import rest_is_long
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
-import file_transfer
 from accelerate import Accelerator
-from servers import files_in_place_of_nccl, serving
+from servers import serving
 from tampering import assert_stale_is_found
 from tiny import tiny_tokenizer
 from vllm_engines import fresh, one_by_one, policy, require_kernels, served, update
@@ -21,7 +18,6 @@ from trl_quant.rollout import VLLMServerEngine
 
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-assert files_in_place_of_nccl  # a fixture of every test here
 STALE = {"falcon_h1": ("mamba.conv1d.weight", "mamba.A_log")}
 STALE |= {"qwen3_5_text": ("linear_attn.conv1d.weight", "linear_attn.A_log")}
 
@@ -31,7 +27,6 @@ def test_syncs_leave_the_bits_of_a_fresh_engine(family, tmp_path, monkeypatch):
     """Convolutions move from sync to sync, which a CPU with products of BF16 packs."""
     model = policy(tmp_path / "model", family=family, tied=False)
     require_kernels(model)
-    monkeypatch.setattr(file_transfer, "FILE", Path(f"{tmp_path / 'model'}.pt"))
     settings = {"mode": "server", "max_completion_length": 8, "sync_check_steps": 0, "request_timeout": 60.0}
     seen = []
     with serving(tmp_path / "model", "--no-enable-prefix-caching") as (url, _):

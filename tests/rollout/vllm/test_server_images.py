@@ -1,7 +1,5 @@
 """A vLLM server with a model that reads images: it gets their weights, and samples with them."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from readers import picture, save_reader
@@ -10,15 +8,13 @@ from transformers import AutoProcessor
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
-import file_transfer
 from datasets import Dataset
-from servers import files_in_place_of_nccl, serving
+from servers import serving
 
 from trl_quant.rollout.vllm.serving import images_flag
 
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.long]
-assert files_in_place_of_nccl
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +30,6 @@ def test_grpo_trains_with_images(served, tmp_path, monkeypatch):
     an image.
     """
     path, url = served
-    monkeypatch.setattr(file_transfer, "FILE", Path(f"{path}.pt"))
     prompts = [[{"role": "user", "content": "look" * (1 + i % 2)}] for i in range(8)]
     images = [[picture(1), picture(2, 40, 40)][: 1 + i % 2] for i in range(8)]
     settings = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "rollout_precision": "bf16"}

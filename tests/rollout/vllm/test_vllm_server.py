@@ -1,13 +1,11 @@
 """Real vLLM servers on this machine's CPU: which of them are refused, and what they sample from after each sync.
 
-Weights travel over NCCL, which needs GPUs (gpu/test_two_gpus.py). Here a file stands in for it (`file_transfer`), and
-everything around it is real: TRL's client, the server's endpoints, and the worker's bracketed reload.
+Trainer and server share memory for the weights, as they are on one device. NCCL needs GPUs (gpu/test_two_gpus.py).
 """
 
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,9 +18,7 @@ from training import lora, trainer_for
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
-import file_transfer
-import trl.generation.vllm_client as vllm_client
-from servers import CACHE, FILES, PROCESSED, WIDE, behind, files_in_place_of_nccl, serve, trainer_of, wait_for
+from servers import CACHE, PROCESSED, TRANSFER, WIDE, behind, serve, trainer_of, wait_for
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.serve.dev.server_info.api_router import PydanticVllmConfig
 from vllm_engines import FP8_CACHE, fresh, one_by_one, served
@@ -33,13 +29,12 @@ from trl_quant.rollout.vllm import (
     loading,  # noqa: F401, registers a loader
 )
 from trl_quant.rollout.vllm import server as vllm_server
-from trl_quant.rollout.vllm.client import NotFiniteError
+from trl_quant.rollout.vllm.client import Client, NotFiniteError
 from trl_quant.rollout.vllm.serving import serve_command
 from trl_quant.storage.layout import quantize_checkpoint
 
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-assert files_in_place_of_nccl  # a fixture of every test here
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +51,9 @@ def int8_model(model):
 def servers(model, int8_model):
     """Two that were started as they should be, in BF16 and in INT8."""
     started = {
-        "bf16": serve(model, *PROCESSED, *FILES, file=f"{model}-bf16.pt"),
+        "bf16": serve(model, *PROCESSED, *TRANSFER),
         # our loader knows the INT8 layers of CPUs without AMX, and FP32 norms
-        "int8": serve(int8_model, *PROCESSED, *FILES, *WIDE, *CACHE, file=f"{model}-int8.pt"),
+        "int8": serve(int8_model, *PROCESSED, *TRANSFER, *WIDE, *CACHE),
     }
     try:
         for process, url in started.values():
@@ -133,8 +128,12 @@ def test_server_that_reports_raw_logprobs_and_takes_no_weights(tmp_path, model, 
     assert "`--kv-cache-dtype nvfp4`, and the self-check computes auto, bf" in wrong and "-kv-scales`, whose" in wrong
     assert "`--speculative-config`, whose log-probabilities may be wrong" in wrong
     assert "raw_logprobs" in wrong and "no `--weight-transfer-config`" in wrong and "precision" not in wrong
-    assert "--logprobs-mode processed_logprobs" in command and "--weight-transfer-config" in command
+    assert "--logprobs-mode processed_logprobs" in command
+    assert "--worker-extension-cls trl_quant.rollout.vllm_server_worker.WorkerExtension" in command
+    assert """--weight-transfer-config '{"backend": "trl_quant"}'""" in command
     assert "the precision 'int8', and `rollout_precision`='bf16'" in refusal(tmp_path, stand_in, model, "bf16")
+    info["weight_transfer_config"] = {"backend": "nccl"}  # TRL's
+    assert "the weight transfer 'nccl', and 'trl_quant' is needed" in refusal(tmp_path, stand_in, model, "int8")
     info["model_config"] |= {"quantization": None, "dtype": "torch.float16"}
     assert "the precision 'torch.float16', and `rollout_p" in refusal(tmp_path, stand_in, model, "bf16")
 
@@ -155,15 +154,6 @@ def test_options_of_colocated_engines(tmp_path):
             trainer_of(tmp_path, "http://127.0.0.1:9", "no/such-model", "bf16", **options)
 
 
-def test_server_with_another_weight_transfer(tmp_path, model, servers, monkeypatch):
-    monkeypatch.setattr(vllm_server, "BACKEND", "trl_quant")
-    text = refusal(tmp_path, servers["bf16"], model, "bf16")
-    wrong, command = text.split("Start it")
-    assert "the weight transfer 'files', and 'trl_quant' is needed" in wrong
-    assert "--worker-extension-cls trl_quant.rollout.vllm_server_worker.WorkerExtension" in command
-    assert """--weight-transfer-config '{"backend": "trl_quant"}'""" in command
-
-
 @pytest.mark.parametrize(("precision", "tuning"), rest_is_long([("int8", "full"), ("bf16", "full"), ("int8", "lora")]))
 def test_server_samples_from_the_policy(tmp_path, model, servers, monkeypatch, precision, tuning):
     """
@@ -171,7 +161,6 @@ def test_server_samples_from_the_policy(tmp_path, model, servers, monkeypatch, p
     server holds its norms in FP32, as `serve_command` says for a run with noise: all of the noise arrives there. Its KV
     cache is in FP8 where vLLM has one, which the self-check is told.
     """
-    monkeypatch.setattr(file_transfer, "FILE", Path(f"{model}-{precision}.pt"))
     last_sigma = 5e-4 if precision == "int8" else 0.1
     noise = {
         "noise_schedule": "exponential",
@@ -209,7 +198,6 @@ def test_server_samples_from_the_policy(tmp_path, model, servers, monkeypatch, p
 @pytest.mark.parametrize("trainer_class", rest_is_long([QuantPPOTrainer, QuantRLOOTrainer, QuantDistillationTrainer]))
 def test_each_trainer_samples_from_a_server(tmp_path, model, servers, monkeypatch, trainer_class):
     """Two steps with a correction; then the server equals an engine that vLLM starts on the weights."""
-    monkeypatch.setattr(file_transfer, "FILE", Path(f"{model}-bf16.pt"))
     settings = behind(servers["bf16"], "bf16") | {"is_correction": "tis", "sync_check_steps": 1, "max_steps": 2}
     trainer = trainer_for(tmp_path / "out", str(model), trainer_class, **settings)
     before = served(trainer.vllm_generation.vllm_client)
@@ -223,7 +211,6 @@ def test_each_trainer_samples_from_a_server(tmp_path, model, servers, monkeypatc
 
 
 def test_server_that_misses_a_sync(tmp_path, model, servers, monkeypatch):
-    monkeypatch.setattr(file_transfer, "FILE", Path(f"{model}-bf16.pt"))
     trainer = trainer_of(tmp_path, servers["bf16"], model, "bf16")
     trainer.check_sync()
     with torch.no_grad():
@@ -232,14 +219,13 @@ def test_server_that_misses_a_sync(tmp_path, model, servers, monkeypatch):
     with pytest.raises(RuntimeError, match="stale: the policy has moved"):
         trainer.vllm_generation.check_sync()
     trainer.state.global_step += 1
-    monkeypatch.setattr(vllm_client.VLLMClient, "update_named_params", lambda self, metadata, params: list(params))
+    monkeypatch.setattr(Client, "_share", lambda self, metadata, params: list(params))
     with pytest.raises(RuntimeError, match="stale: the engine computes the same as before"):
         trainer.check_sync()
 
 
 def test_a_server_that_computes_nan(tmp_path, model, servers, monkeypatch):
     """Its answers cannot hold NaN: the check says so, and which weight it holds in place of the policy's."""
-    monkeypatch.setattr(file_transfer, "FILE", Path(f"{model}-bf16.pt"))
     trainer = trainer_of(tmp_path, servers["bf16"], model, "bf16")
     sampler, name = trainer.vllm_generation.engine, "model.norm.weight"
     sync_changed(sampler, lambda tensors: tensors | {name: tensors[name] * torch.nan})

@@ -23,12 +23,14 @@ from urllib.parse import urlsplit
 from uuid import uuid4
 
 import requests
+import torch
 from requests.adapters import HTTPAdapter
 from trl.generation.vllm_client import VLLMClient
 
 from ..address import without_password
 from ..answers import fault_of_end, fault_of_samples
 from ..limits import called_within, finished_within
+from .same_device import bytes_to_share, filled, place_of, shared_memory
 from .support import require_nccl
 
 
@@ -58,10 +60,12 @@ class Client(VLLMClient):
 
     Attributes:
         token (`str` or `None`): The token of the last sync; `None` before the first.
+        shared_on (`torch.device` or `None`): The device of this process, if the server's workers are on the same.
         is_ending (`Event`): Set before [`end`] ends the requests of this client. Only those of a [`named`] one are.
         was_ended (`bool`): Whether the last completion was ended so.
     """
 
+    shared_on: torch.device | None = None
     is_ending, was_ended = Event(), False  # of a client that is not `named`; it ends nothing, so nobody sets the event
 
     def __init__(
@@ -163,10 +167,26 @@ class Client(VLLMClient):
         with self._foreign_answers_explained(f"a call of `{method}`"):
             return self._post(f"{self.base_url}/collective_rpc", json=call)["results"]
 
-    # Weights: requests with the client's limit, and at the same time a broadcast over NCCL, which may hang in C
+    # Weights: requests with the client's limit. Between devices, a broadcast over NCCL at the same time may hang in C
 
-    def init_communicator(self, device=0) -> None:
+    def init_communicator(self, device: torch.device) -> None:
+        """
+        Prepares the transfer of weights from `device`: over NCCL, as TRL does, or in memory that the workers share with
+        this process, if they are on the same device.
+
+        Raises:
+            `ValueError`: Some of the workers are on this device, and others are not.
+        """
         self.check(self)
+        on_same = [place == place_of(device) for place in self.ask_workers("connect")]
+        if all(on_same):
+            self.shared_on = device
+            return
+        if any(on_same):
+            raise ValueError(
+                f"The vLLM server at {self.shown} has {len(on_same)} GPUs, of which the trainer uses one. NCCL cannot "
+                "send weights to it. Start the server on other GPUs, or on the trainer's alone."
+            )
         self._require_free_port()
         self._transfer("join the workers for the transfer of weights", super().init_communicator, device)
         require_nccl(self.communicator, "in the trainer's process")
@@ -190,7 +210,7 @@ class Client(VLLMClient):
 
     def update_named_params(self, metadata, named_params) -> None:
         self.require_token()  # a restarted server would not join the broadcast
-        send = super().update_named_params
+        send = super().update_named_params if self.shared_on is None else self._share
 
         def update() -> None:
             # The engine would end if a request of another client ran on a model that is half loaded
@@ -204,6 +224,19 @@ class Client(VLLMClient):
             raise RuntimeError(
                 f"{error} The server may wait in the middle of an update: restart it before a run uses it again."
             ) from error
+
+    def _share(self, metadata, named_params) -> None:
+        """Sends weights in memory that the workers, on the same device, have opened."""
+        size = bytes_to_share(metadata)
+        with shared_memory(size, self.shared_on) as (memory, handle):
+            self.ask_workers("open_memory", size=size, handle=handle)
+            self._start_weight_update()
+            for announced in filled(memory, named_params):
+                names, dtype_names, shapes = map(list, zip(*announced, strict=True))
+                info = {"names": names, "dtype_names": dtype_names, "shapes": shapes}
+                self._post(f"{self.base_url}/update_weights", json={"update_info": info})
+            self._finish_weight_update()
+            self.ask_workers("close_memory")
 
     def differing_weight(self, format: str | None, metadata, named_params) -> str | None:
         """

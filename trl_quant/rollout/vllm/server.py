@@ -1,6 +1,7 @@
-"""The vLLM engine behind a server: `vllm serve`, started in the run's precision on separate GPUs.
+"""The vLLM engine behind a server: `vllm serve`, started in the run's precision on GPUs of its own or the trainer's.
 
-TRL's client sends weights over NCCL into vLLM's own bracketed reload, to which `vllm_server_worker` adds missing steps.
+Weights go over NCCL, as TRL's client sends them, or through memory that server and trainer share, into vLLM's own
+bracketed reload, to which `vllm_server_worker` adds missing steps.
 A trainer cannot change a running server. If the server's options do not fit the run, the trainer raises an error with
 the right command line.
 """
@@ -26,6 +27,7 @@ from ..fingerprint import Fingerprint
 from ..verify.kv_cache import CACHE_FORMATS, UNQUANTIZED, KVCache
 from .base import VLLMBase
 from .client import Client, NotFiniteError
+from .same_device import described
 from .sampling import reduced
 from .separate import sampled_separately
 from .serving import BACKEND, is_exposed, read_config, serve_command
@@ -357,7 +359,7 @@ class VLLMServerEngine(VLLMBase):
 
 def announcement(stream: Iterable[tuple[str, Tensor]]) -> list[tuple[str, str, list[int]]]:
     """Returns name, type and shape of each tensor, as TRL's client announces them to the server."""
-    return [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in stream]
+    return [described(name, tensor) for name, tensor in stream]
 
 
 def as_announced(announced: list[tuple], stream: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -366,7 +368,7 @@ def as_announced(announced: list[tuple], stream: Iterable[tuple[str, Tensor]]) -
     one of the [`announcement`] at its place.
     """
     for expected, (name, tensor) in zip(announced, stream, strict=True):
-        (found,) = announcement([(name, tensor)])
+        found = described(name, tensor)
         if found != expected:
             raise RuntimeError(f"the policy streams {found} now, where the server was told to expect {expected}")
         yield name, tensor

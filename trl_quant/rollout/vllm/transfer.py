@@ -3,14 +3,15 @@
     vllm serve MODEL --worker-extension-cls trl_quant.rollout.vllm_server_worker.WorkerExtension \\
         --weight-transfer-config '{"backend": "trl_quant"}' ...
 
-makes every worker import this module, which registers the weight transfer `trl_quant`: vLLM's own over NCCL, plus the
-steps that a reload needs before and after it (see `repairs.py`). With vLLM's transfer alone, a 4-bit engine hangs after
-a sync.
+makes every worker import this module, which registers the weight transfer `trl_quant`: vLLM's own over NCCL, or memory
+that a trainer on the same device shares (`same_device.py`), plus the steps that a reload needs before and after it
+(`repairs.py`). With vLLM's transfer alone, a 4-bit engine hangs after a sync.
 """
 
 from dataclasses import asdict
 
 import torch
+from torch import Tensor
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
@@ -20,6 +21,7 @@ from . import loading  # noqa: F401, which registers the model loader
 from .experts import check_experts, repack_experts
 from .kernel_checks import quantized_outside
 from .repairs import keep_onednn_scales, kernel_state, refresh_convolutions, refresh_tied_head, restore_kernel_state
+from .same_device import opened, place_of, read
 from .support import require_nccl
 from .worker import WeightComparison, kv_caches, loading_with, without_warnings
 
@@ -43,8 +45,12 @@ class ReloadBracket:
     comparison: WeightComparison | None = None
 
     def init_transfer_engine(self, init_info) -> None:
-        self.comparison = None  # of a run that was killed before it ended its comparison
+        self.forget_run()
         super().init_transfer_engine(init_info)
+
+    def forget_run(self) -> None:
+        """Forgets what a run that was killed has begun."""
+        self.comparison = None
 
     def start_weight_update(self) -> None:
         if self.comparison is not None:
@@ -77,16 +83,51 @@ class ReloadBracket:
         restore_kernel_state(self._state)
 
 
-class NCCLTransfer(ReloadBracket, NCCLWeightTransferEngine):
-    """vLLM's transfer over NCCL with the steps of [`ReloadBracket`]."""
+class SharedOrNCCL(NCCLWeightTransferEngine):
+    """
+    vLLM's transfer over NCCL, or in memory that the trainer shares.
+
+    Attributes:
+        memory (`torch.Tensor` or `None`): What a trainer on this device has shared; `None` outside of its updates.
+    """
+
+    memory: Tensor | None = None
 
     def init_transfer_engine(self, init_info) -> None:
         super().init_transfer_engine(init_info)
         require_nccl(self.model_update_group, "in the server's worker")
 
+    def receive_weights(self, update_info) -> None:
+        if self.memory is None:
+            super().receive_weights(update_info)
+        else:
+            announced = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
+            self.model.load_weights(read(self.memory, announced))
+
+
+class WeightTransfer(ReloadBracket, SharedOrNCCL):
+    """The weight transfer with the steps of a reload. It forgets the memory of a run that was killed, too."""
+
+    def forget_run(self) -> None:
+        super().forget_run()
+        self.memory = None
+
 
 class WorkerExtension:
     """The class to name on vLLM's command line. vLLM adds its methods to the worker."""
+
+    def connect(self) -> str:
+        """Forgets the last run, and returns the [`place_of`] the worker's device."""
+        self.weight_transfer_engine.forget_run()
+        return place_of(self.device)
+
+    def open_memory(self, size: int, handle: list) -> None:
+        """Has updates of weights read from the memory that a trainer shares, see [`~same_device.opened`]."""
+        self.weight_transfer_engine.memory = opened(size, handle, self.device)
+
+    def close_memory(self) -> None:
+        """Gives the trainer's memory back."""
+        self.weight_transfer_engine.memory = None
 
     def set_sync_token(self, token: str) -> None:
         """
@@ -131,4 +172,4 @@ class WorkerExtension:
         return found.differing()
 
 
-WeightTransferEngineFactory.register_engine("trl_quant", NCCLTransfer)
+WeightTransferEngineFactory.register_engine("trl_quant", WeightTransfer)
