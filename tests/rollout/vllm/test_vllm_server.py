@@ -25,11 +25,12 @@ from vllm_engines import FP8_CACHE, fresh, one_by_one, served
 
 from trl_quant import QuantDistillationTrainer, QuantPPOTrainer, QuantRLOOTrainer
 from trl_quant.rollout.vllm import (
+    client,
     kernel_checks,
     loading,  # noqa: F401, registers a loader
 )
 from trl_quant.rollout.vllm import server as vllm_server
-from trl_quant.rollout.vllm.client import Client, NotFiniteError
+from trl_quant.rollout.vllm.client import NotFiniteError
 from trl_quant.rollout.vllm.serving import serve_command
 from trl_quant.storage.layout import quantize_checkpoint
 
@@ -219,7 +220,7 @@ def test_server_that_misses_a_sync(tmp_path, model, servers, monkeypatch):
     with pytest.raises(RuntimeError, match="stale: the policy has moved"):
         trainer.vllm_generation.check_sync()
     trainer.state.global_step += 1
-    monkeypatch.setattr(Client, "_share", lambda self, metadata, params: list(params))
+    monkeypatch.setattr(client, "filled", lambda memory, stream: [] if list(stream) else None)
     with pytest.raises(RuntimeError, match="stale: the engine computes the same as before"):
         trainer.check_sync()
 

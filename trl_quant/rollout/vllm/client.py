@@ -230,12 +230,12 @@ class Client(VLLMClient):
         size = bytes_to_share(metadata)
         with shared_memory(size, self.shared_on) as (memory, handle):
             self.ask_workers("open_memory", size=size, handle=handle)
-            self._start_weight_update()
+            self._post(f"{self.base_url}/start_weight_update", json={})
             for announced in filled(memory, named_params):
                 names, dtype_names, shapes = map(list, zip(*announced, strict=True))
                 info = {"names": names, "dtype_names": dtype_names, "shapes": shapes}
                 self._post(f"{self.base_url}/update_weights", json={"update_info": info})
-            self._finish_weight_update()
+            self._post(f"{self.base_url}/finish_weight_update", json={})
             self.ask_workers("close_memory")
 
     def differing_weight(self, format: str | None, metadata, named_params) -> str | None:
