@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
-import file_transfer
-from servers import serving, use_files
+from servers import serving
 
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -109,13 +108,11 @@ def test_the_servers_start_from_the_policy_that_was_written(async_step, tmp_path
 
 
 @pytest.mark.long
-def test_updates_on_samples_of_a_server(async_step, tmp_path, monkeypatch, capsys):
-    """Ours in BF16; weights travel in files, because a CPU has no NCCL."""
+def test_updates_on_samples_of_a_server(async_step, tmp_path, capsys):
+    """Ours in BF16."""
     words, policy = save_words(tmp_path / "words.json"), tmp_path / "policy"
     async_step.main(["--policy", str(policy), "--tokenizer", str(words)])
-    use_files(monkeypatch)
-    monkeypatch.setattr(file_transfer, "FILE", tmp_path / "weights.pt")
-    with serving(policy, file=tmp_path / "weights.pt") as (url, _):
+    with serving(policy) as (url, _):
         async_step.main(["--policy", str(policy), "--trainer", "bf16", "--server", url, "--steps", "4"])
     found = json.loads(re.findall(r"\{.*\}", capsys.readouterr().out)[-1])
     assert found["trainer"] == "bf16" and len(found["seconds"]) == len(found["age"]) == 3

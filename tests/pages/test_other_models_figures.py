@@ -1,6 +1,6 @@
 """The figures of a mixture of experts and a hybrid on the pages equal those of the raw files."""
 
-from statistics import fmean
+from statistics import fmean, median
 
 import pytest
 from figures import BENCHMARKS, H200, cells_of, read, times
@@ -176,3 +176,20 @@ def test_the_update_of_a_mixture():
     added = seconds(before["fp8/adapter"], "indexFuncLargeIndex")
     assert f"which took {added:.2f} s" in " ".join(section.split())
     assert seconds(after["fp8/adapter"], "indexFuncLargeIndex") == 0
+
+
+def test_sampling_while_training():
+    raw, page = read(f"async-7b-one-card-{H200}"), " ".join(BENCHMARKS.split())
+    found, logged = raw["found"], raw["logged"]
+    told = "An update took {:.1f} s, the median of six ({:.1f} to {:.1f} s), for {:,.0f} trained tokens, of age {:.1f}."
+    seconds = found["seconds"]
+    middle = [median(found[name]) for name in ("seconds", "tokens", "age")]
+    assert told.format(middle[0], min(seconds), max(seconds), *middle[1:]) in page and len(seconds) == 6
+    assert sum(waited < 0.001 for waited in found["waited"]) == 5 and "Five of the six waited for no sample" in page
+    first, *others = logged["perf/weight_sync_transfer_s"]
+    assert f"in {min(others):.2f} to {max(others):.2f} s (without the first, {first:.2f} s)" in page
+    first, *others = logged["perf/fwd_bwd_s"]
+    assert f"passes took {first:.1f} s, those of the others {min(others):.1f} to {max(others):.1f} s" in page
+    assert (
+        f"commit {raw['commit']}, load {raw['load']:.1f}" in page and raw["command"].split("--completions")[1] in page
+    )

@@ -168,6 +168,52 @@ def test_what_stage_3_tells_of_experts():
     )
 
 
+def test_what_stage_3_tells_of_text():
+    rows, groups = stored(RESULTS / "study" / "stage_3_text.json.xz")
+    assert [sorted(run["seed"] for run in row["runs"]) for row in rows] == [[*range(24, 30)]] * 7
+    found = differences(QUESTIONS["stage_3_text"], groups)
+    full, tis = (
+        {row["cell"].removeprefix("mxfp4 "): row for row in found if row["against"] == name}
+        for name in ("full precision", "mxfp4 tis")
+    )
+    assert {row["pairs"] for row in found} == {6} and {name for name in full if full[name]["holm"] < 0.05} == {
+        "coupled"
+    }
+    assert {name for name in tis if tis[name]["holm"] < 0.05} == {"coupled"}
+    below = "{:.3f} below {} ({:+.3f} to {:+.3f}"
+    told = {
+        name: [below.format(-row["mean"], than, row["low"], row["high"]) for row, than in pairs]
+        for name in ("coupled", "none")
+        for pairs in [((tis[name], "`tis`"), (full[name], "full precision"))]
+    }
+    assert "it ends {}) and {})".format(*told["coupled"]) in PAGE
+    p = tis["none"]["holm"], full["none"]["holm"]
+    assert (
+        "`none` ends {}; Holm's p {:.2f}) and {}; p {:.2f})".format(told["none"][0], p[0], told["none"][1], p[1])
+        in PAGE
+    )
+    advice = " ".join(ADVICE.split())
+    for name, than in (("coupled", "`tis`"), ("none", "it")):
+        row = tis[name]
+        assert f"`{name}` ends {-row['mean']:.3f} below {than} ({-row['high']:.3f} to {-row['low']:.3f})" in advice
+    others = [name for name in tis if name not in ("coupled", "none")]
+    near = max(abs(tis[name]["mean"]) for name in others)
+    assert len(others) == 3 and f"`acr`, `ais` and `cis` end within {near:.3f} of `tis`" in PAGE
+    assert f"`acr`, `ais` and `cis` within {near:.3f}." in advice
+    least, *_, most = sorted(-full[name]["mean"] for name in (*others, "tis"))
+    p = min(full[name]["holm"] for name in (*others, "tis"))
+    assert (
+        f"ends {least:.3f} to {most:.3f} below full precision, of which none is told apart (p {p:.2f} and more)" in PAGE
+    )
+    ends = {row["name"]: [next(iter(run["log"]["final_accuracy"].values())) for run in row["runs"]] for row in rows}
+    *rest, furthest = sorted(t - n for t, n in zip(ends["mxfp4 tis"], ends["mxfp4 none"], strict=True))
+    assert f"six runs is {furthest:.3f} below that with `tis`, the others at most {max(rest):.3f}" in PAGE
+    began = {run["log"]["eval_accuracy"]["0"] for row in rows for run in row["runs"]}
+    assert f"at 0.02, where it began at {min(began):.2f} to {max(began):.2f}" in PAGE and len(began) == 6
+    assert f"{sum(ends['mxfp4 coupled']) / 6:.2f}" == "0.02"
+    assert {run["commit"][:8] for row in rows for run in row["runs"]} == {"bf9e8e8d"} and "commit bf9e8e8d" in PAGE
+
+
 def named(cell: str) -> str:
     return {"tis, sequences": "`tis` on sequences"}.get(name := cell.removeprefix("int8 "), f"`{name}`")
 

@@ -65,11 +65,10 @@ def test_groups_travel_whole(ranks, case):
 
 @contextmanager
 def server_of(model: Path, monkeypatch):
-    """Context of a server that gets the weights in a file, of which the ranks are told by `monkeypatch`."""
+    """Context of a server, of whose address the ranks are told by `monkeypatch`."""
     from servers import serving
 
     with serving(model) as (url, _):
-        monkeypatch.setenv("FILE_TRANSFER", f"{model}.pt")
         monkeypatch.setenv("SERVER_URL", url)
         yield
 
@@ -103,7 +102,6 @@ def run_vllm(path: Path, case: str) -> dict:
 
     asked = []
     if case == "server":
-        servers.use_files(pytest.MonkeyPatch())
         settings = servers.behind(os.environ["SERVER_URL"], "bf16")
         # Shorter ones have all ended before a client can stop the server
         settings |= {"max_completion_length": 300, "generation_kwargs": {"stop_token_ids": [*ENDS[::8]]}}
