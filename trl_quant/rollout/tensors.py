@@ -3,9 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import peft
 import torch
-from packaging.version import Version
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.integrations import dequantize_module_weight
 from peft.utils.other import AuxiliaryTrainingWrapper
@@ -15,9 +13,6 @@ from transformers import PreTrainedModel
 
 from ..layers import FrozenLinear
 from ..policy.adapters import is_plain
-
-
-MERGES_DORAS = Version(peft.__version__) >= Version("0.21")  # several of them into what the forward pass computes with
 
 
 def outer_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -71,21 +66,14 @@ def adapters_beside(layer: BaseTunerLayer) -> list[str]:
     Returns the adapters that a layer's forward pass adds to its base: none if they are disabled, or merged already.
 
     Raises:
-        `ValueError`: The adapters are merged and disabled, so the next forward pass would unmerge them from the base;
-            or several are active, with DoRA among them, which this PEFT merges into weights that it does not use.
+        `ValueError`: The adapters are merged and disabled, so the next forward pass would unmerge them from the base.
     """
     if layer.merged and layer.disable_adapters:
         raise ValueError(
             "The policy's adapters are merged and disabled, so its next forward pass changes its weights. Call "
             "`unmerge_adapter()` before you disable them."
         )
-    active = [] if layer.merged or layer.disable_adapters else list(layer.active_adapters)
-    if len(active) > 1 and any(map(getattr(layer, "use_dora", {}).get, active)) and not MERGES_DORAS:
-        raise ValueError(
-            f"The adapters {active} are active, DoRA among them. PEFT {peft.__version__} merges them into weights that "
-            "its forward pass does not use. Activate one of them, or install peft 0.21."
-        )
-    return active
+    return [] if layer.merged or layer.disable_adapters else list(layer.active_adapters)
 
 
 def merges_by_adding(layer: BaseTunerLayer) -> bool:
