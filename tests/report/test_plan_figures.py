@@ -2,6 +2,7 @@
 
 import sys
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -165,11 +166,8 @@ def runs_of_steps() -> list:
 def estimate_of_step(estimated, run) -> int:
     _, given, size, rank, micro, kind, shape, _ = run
     completions, new = map(int, shape.partition(" ")[0].split("x"))
-    # Packed rows hold each prompt of a micro-batch once, and no padding. It is little where all completions are longer
-    if kind != "trl" and ("lognormal" in shape or new == given["prompt"]):
-        steps = [sum(each) for each in given["lengths"][shape]]
-        prompts = completions // given["generations"] * given["prompt"]
-        new = (max(steps) + prompts) // completions - given["prompt"]
+    if kind != "trl" and "lognormal" in shape:  # packed rows hold no padding
+        new = max(sum(each) for each in given["lengths"][shape]) // completions
     settings = {"optim": "adamw_torch_fused" if rank else "sgd"}
     if kind != "trl":
         settings |= {"rollout_precision": kind, "train_precision": given.get("train_precision")}
@@ -210,13 +208,46 @@ def test_memory_of_a_step(estimated, run):
 
 
 def test_a_prompt_counts_once_in_packed_rows(estimated):
-    """The command counts it for each completion, which matters where prompts are long."""
+    """Where prompts are as long as completions, counting each completion's would be far too much."""
     (run,) = (run for run in runs_of_steps() if "30b-a3b-one-copy" in run[0] and run[4] == 64)
-    settings = {"rollout_precision": "fp8", "train_precision": "fp8", "lora_sync": "adapter", "use_vllm": True}
-    settings |= {"per_device_train_batch_size": 64, "num_generations": 8, "max_completion_length": 256}
-    share = {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": run[1]["vllm_gpu_memory_utilization"]}
-    whole = while_training(estimated("30b-a3b", 32, "H200", **settings | share))
-    assert f"it is {whole / run[-1] - 1:.0%} too high with 64 in a micro-batch" in " ".join(MEMORY.split())
+    assert near(estimate_of_step(estimated, run), run[-1])
+    assert not near(estimate_of_step(partial(estimated, pack_sequences=False), run), run[-1])
+
+
+SHARED = {"rollout_precision": "fp8", "num_generations": 8, "per_device_train_batch_size": 16, "bf16": True}
+
+
+@pytest.mark.parametrize(
+    ("size", "settings", "prompts"),
+    [
+        ("7b", {"gradient_accumulation_steps": 1}, 2),
+        ("7b", {"gradient_accumulation_steps": 4}, 8),
+        ("7b", {"gradient_accumulation_steps": 16}, 16),  # one row of each group
+        ("7b", {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 12, "num_generations": 12}, 1),
+        ("7b", {"gradient_accumulation_steps": 1, "rollout_precision": None}, 16),
+        ("9b", {"gradient_accumulation_steps": 1}, 16),  # the state of a hybrid cannot go on in several completions
+    ],
+)
+def test_prompts_of_a_micro_batch(shapes, tmp_path, size, settings, prompts):
+    args = QuantGRPOConfig(output_dir=tmp_path, use_cpu=True, report_to=[], **SHARED | settings)
+    args.resolve_for(adapted=True)
+    assert computed_prompts(args, shapes[size, 32]) == prompts
+
+
+def test_prompts_of_a_rank_that_has_parts_of_groups(shapes, tmp_path):
+    """Three ranks draw four completions of a prompt each, in groups of six: the second has parts of two groups."""
+    args = QuantGRPOConfig(output_dir=tmp_path, use_cpu=True, report_to=[], **SHARED)
+    args.resolve_for(adapted=True)
+    args.per_device_train_batch_size, args.steps_per_generation, args.num_generations = 4, 1, 6
+    assert computed_prompts(args, shapes["7b", 32]) == 2
+
+
+def computed_prompts(args, shape) -> float:
+    """How many times a token of the prompts counts."""
+    one, more = (
+        estimate(args, shape, torch.bfloat16, tokens, CARDS["H200"]).training["checkpoints"] for tokens in (0, 1)
+    )
+    return (more - one) / (2 * shape.hidden * shape.layers)
 
 
 @pytest.mark.parametrize("start", ["whole steps with vLLM", "the same with completions that differ"])

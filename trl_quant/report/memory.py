@@ -44,9 +44,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from ..config import QuantGRPOConfig
 from ..formats import FORMATS
 from ..layers.weight_only import BUFFER_BYTES
-from ..models.families import EXPERT_PARTS
+from ..models.families import EXPERT_PARTS, families_with
 from ..models.linears import LinearLayer, linears
-from ..policy.hybrids import states_of
+from ..policy.hybrids import is_hybrid, states_of
 from ..precisions import PRECISIONS, unified_flows, with_products
 from ..rollout.embedded.diffusion import CHUNK, TOKENS_AT_ONCE
 from ..rollout.verify.kv_cache import CACHE_FORMATS
@@ -120,6 +120,7 @@ class Shape:
         experts (`int`): Parameters of all routed experts; 0 in a dense model.
         per_token (`int`): Number of experts that a token reaches in a layer; 0 in a dense model.
         active (`int`): Parameters that compute a token, which are those of `per_token` experts and all others.
+        shares (`bool`): Whether a packed row has the prompt of several completions once.
     """
 
     linear: int
@@ -136,6 +137,7 @@ class Shape:
     experts: int
     per_token: int
     active: int
+    shares: bool
 
     @property
     def parameters(self) -> int:
@@ -188,6 +190,7 @@ class Shape:
             experts=experts,
             per_token=per_token,
             active=parameters - asleep,
+            shares=text.model_type in families_with("packs") and not is_hybrid(model),
         )
 
     def cache(self, sequences: int, tokens: int, size: int, wide: int) -> int:
@@ -361,7 +364,8 @@ def _vllm(args, shape: Shape, card: int) -> tuple[int, int]:
 
 def _training(args, shape: Shape, dtype: torch.dtype, prompt: int) -> dict[str, int]:
     adapted, mixed = shape.adapter > 0, args.bf16 or args.fp16
-    tokens = args.per_device_train_batch_size * (prompt + args.max_completion_length)
+    rows = args.per_device_train_batch_size
+    tokens = rows * args.max_completion_length + _prompts(args, shape, rows) * prompt
     gradients = FP32_BYTES * shape.adapter if adapted else dtype.itemsize * shape.parameters
     stream = dtype.itemsize * shape.hidden * tokens  # one copy of the residual stream
     kind = WORK[_kind(args, adapted)]
@@ -378,6 +382,14 @@ def _training(args, shape: Shape, dtype: torch.dtype, prompt: int) -> dict[str, 
     copies = BF16_BYTES * shape.linear if dtype == torch.float32 and mixed and not adapted else 0
     work = max(layer + decoded, head, copies + BF16_BYTES * min(tokens, rows) * columns)
     return {"gradients": gradients, "checkpoints": stream * shape.layers, "work": work}
+
+
+def _prompts(args, shape: Shape, rows: int) -> int:
+    """Returns how many prompts a micro-batch of `rows` completions computes at most."""
+    if args.spec.packs is False or not shape.shares:
+        return rows
+    groups, rest = divmod(rows * args.steps_per_generation, args.num_generations)
+    return min(rows, groups + 2 * bool(rest))  # a rank may have parts of two more groups
 
 
 def _kind(args, adapted: bool) -> str:
