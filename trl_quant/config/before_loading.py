@@ -81,8 +81,8 @@ def check_before_loading(
         check_tokenization(run.config, model, args, run.processing_class, train_dataset, has_turns)
     if here:
         check_what("start", run)
-        if args.spec.sampler is not None and args.spec.sampler.is_vllm:
-            _check_images(run, datasets_of(train_dataset, eval_dataset))
+    if args.spec.sampler is not None and args.spec.sampler.is_vllm:
+        _check_images(run, datasets_of(train_dataset, eval_dataset), here)
     for role, (name, _) in models.items():
         if Path(name).is_dir():
             check_files(name)
@@ -108,10 +108,10 @@ def _check_names(args, model) -> None:
             check_named(f"vllm_engine_kwargs['{name}']", started_on)
 
 
-def _check_images(run: Given, datasets: dict) -> None:
-    """Raises `ValueError` for data with images that vLLM here does not take."""
+def _check_images(run: Given, datasets: dict, here: bool) -> None:
+    """Raises `ValueError` for data with images that vLLM, on this machine if `here`, does not take."""
     drafts = (run.args.vllm_engine_kwargs or {}).get("speculative_config") is not None
-    refused = refusal_of_images(run.config, drafts)
+    refused = refusal_of_images(run.config, drafts, here)
     for name, dataset in datasets.items():
         if refused is not None and holds_images(dataset):
             raise ValueError(f"`{name}` has images. {refused}")

@@ -4,6 +4,7 @@ the places that the trainer scores, a synced engine has the bits of a fresh one,
 """
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from vllm_engines import SMALL, engine, keep, policy, require_kernels, update
 from trl_quant import QuantGRPOConfig
 from trl_quant.cli import main
 from trl_quant.precisions import PRECISIONS
+from trl_quant.report import plan
 from trl_quant.rollout.engine import Request, RolloutNoise
 from trl_quant.rollout.verify.rows import pictured_row
 from trl_quant.rollout.verify.self_check import Reference
@@ -221,6 +223,23 @@ def test_images_beside_speculative_decoding_are_refused(tmp_path):
     path = save_reader(tmp_path / "model", "qwen2_5_vl")
     with pytest.raises(ValueError, match=r"`train_dataset` has images\. A policy that is given images must not sample"):
         pictured_trainer(str(path), tmp_path / "out", vllm_engine_kwargs=DRAFTING)
+
+
+def test_a_plan_elsewhere_refuses_images_beside_speculative_decoding(tmp_path, monkeypatch):
+    """It does not ask this machine's vLLM, which refuses Gemma 3's images by themselves. Text is planned."""
+
+    def not_here(moment, run):
+        raise ImportError("no vLLM here")
+
+    monkeypatch.setattr(plan, "check_what", not_here)
+    path = str(save_reader(tmp_path / "model", "gemma3"))
+    settings = {"use_vllm": True, "vllm_mode": "colocate", "rollout_precision": "bf16", "vllm_max_model_length": 256}
+    for drafts, images, refused in ((True, True, True), (True, False, False), (False, True, False)):
+        args = config(QuantGRPOConfig, tmp_path / "out", **settings, vllm_engine_kwargs=DRAFTING if drafts else None)
+        rows = data(4) if images else data(4).remove_columns("images")
+        given = {"reward_funcs": killing(None), "processing_class": AutoProcessor.from_pretrained(path)}
+        with pytest.raises(ValueError, match="has images") if refused else nullcontext():
+            plan.make_plan(path, args, None, rows, **given)
 
 
 def data(rows: int) -> Dataset:

@@ -54,20 +54,23 @@ def check_cpu_kernels(config: PreTrainedConfig) -> None:
             )
 
 
-def refusal_of_images(config: PreTrainedConfig, drafts: bool) -> str | None:
+def refusal_of_images(config: PreTrainedConfig, drafts: bool, here: bool = True) -> str | None:
     """
-    Returns why vLLM here takes no images; `None` if it takes them.
+    Returns why vLLM takes no images; `None` if it takes them.
 
     Args:
         config ([`~transformers.PreTrainedConfig`]): The policy's config.
         drafts (`bool`): Whether vLLM speculates.
+        here (`bool`, *optional*, defaults to `True`): Whether to ask the vLLM of this machine too.
     """
+    if drafts:
+        return NO_BIAS_BESIDE_DRAFTS
+    family = FAMILIES.get(config.model_type)
+    if not here or family is None or not family.whole_images:
+        return None
     from vllm.platforms import current_platform
 
-    family = FAMILIES.get(config.model_type)
-    if family is not None and family.whole_images and current_platform.is_cpu():
-        return NO_WHOLE_IMAGES
-    return NO_BIAS_BESIDE_DRAFTS if drafts else None
+    return NO_WHOLE_IMAGES if current_platform.is_cpu() else None
 
 
 def check_exact(config: PreTrainedConfig) -> None:
