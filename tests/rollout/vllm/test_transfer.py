@@ -20,7 +20,7 @@ from trl_quant.rollout.vllm.client import Client
 from trl_quant.rollout.vllm.same_device import bytes_to_share, filled, opened, place_of, read, shared_memory
 from trl_quant.rollout.vllm.server import announcement
 from trl_quant.rollout.vllm.support import require_nccl
-from trl_quant.rollout.vllm.transfer import WeightTransfer
+from trl_quant.rollout.vllm.transfer import WeightTransfer, WorkerExtension
 
 
 pytestmark = pytest.mark.vllm
@@ -66,6 +66,22 @@ def test_either_end_refuses_to_go_on(monkeypatch, join, process):
     join(SimpleNamespace(disabled=False))
     with pytest.raises(RuntimeError, match=process):
         join(SimpleNamespace(disabled=True))
+
+
+@pytest.mark.parametrize("joins", ["over NCCL", "on one device"])
+def test_a_run_forgets_what_a_killed_one_has_begun(monkeypatch, joins):
+    """An update would be compared in place of loaded, or read from memory that nobody fills."""
+    monkeypatch.setattr(NCCLWeightTransferEngine, "init_transfer_engine", lambda self, info: None)
+    engine = object.__new__(WeightTransfer)
+    engine.model_update_group = SimpleNamespace(disabled=False)
+    engine.comparison, engine.memory = object(), torch.zeros(8, dtype=torch.uint8)
+    worker = object.__new__(WorkerExtension)
+    worker.weight_transfer_engine, worker.device = engine, torch.device("cpu")
+    if joins == "over NCCL":
+        engine.init_transfer_engine(None)
+    else:
+        assert worker.connect() == place_of(worker.device)
+    assert engine.comparison is None and engine.memory is None
 
 
 def test_a_server_on_some_of_the_trainers_gpus_is_refused():
