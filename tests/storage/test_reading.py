@@ -36,6 +36,7 @@ METHODS = ("read_text", "read_bytes", "open")  # of any object, such as a path
 GUARDS = ("reading", "blaming")
 # Reads that no damaged file reaches
 JUSTIFIED = {
+    "rollout/vllm/same_device.py torch.from_file(name, True, size, dtype=torch.uint8)": "memory that a run shares",
     "rollout/vllm/trial.py json.loads(result)": "what a process that this one started has printed",
     "rollout/vllm/trial.py pickle.loads(base64.b64decode(payload))": "what the process that started this one passes on",
     "trainers/ppo/trainer.py super()._load_optimizer_and_scheduler(checkpoint)": "guarded in `QuantPrecision`",

@@ -60,14 +60,14 @@ def shared_memory(size: int, device: torch.device) -> Iterator[tuple[Tensor, lis
         return
     with NamedTemporaryFile(prefix="trl-quant-weights-") as file:
         os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error here, and would end the process later
-        yield torch.from_file(file.name, shared=True, size=size, dtype=torch.uint8), [file.name]
+        yield _mapped(file.name, size), [file.name]
 
 
 def opened(size: int, handle: list, device: torch.device) -> Tensor:
     """Returns the [`shared_memory`] of another process, which keeps it on a GPU until this tensor is gone."""
     if device.type != "cuda":
         (name,) = handle
-        return torch.from_file(name, shared=True, size=size, dtype=torch.uint8)
+        return _mapped(name, size)
     memory, length, offset, counter, number, event, waits = handle
     kind = (torch.Tensor, (size,), (1,), 0, torch.storage.TypedStorage, torch.uint8, device.index)
     given = (b64decode(memory), length, offset, False, b64decode(counter), number, b64decode(event), waits)
@@ -98,6 +98,11 @@ def read(memory: Tensor, announced: Iterable[Announced]) -> list[tuple[str, Tens
         found.append((name, values.clone().view(dtype).view(shape)))
         start += _occupied((name, kind, shape))
     return _after_copies(found, memory)
+
+
+def _mapped(name: str, size: int) -> Tensor:
+    """Returns a file's bytes, shared with all that map it."""
+    return torch.from_file(name, True, size, dtype=torch.uint8)
 
 
 def _occupied(announced: Announced) -> int:
