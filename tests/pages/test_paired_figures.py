@@ -6,7 +6,7 @@ from statistics import fmean
 
 import pytest
 from figures import ADVICE, BENCHMARKS, RESULTS, read
-from pages import TEXTS
+from pages import README, TEXTS
 from places import ROOT
 
 from trl_quant.report.runs import KL
@@ -196,6 +196,10 @@ def test_what_stage_3_tells_of_text():
     for name, than in (("coupled", "`tis`"), ("none", "it")):
         row = tis[name]
         assert f"`{name}` ends {-row['mean']:.3f} below {than} ({-row['high']:.3f} to {-row['low']:.3f})" in advice
+    readme = " ".join(README.split())
+    assert "full precision ({mean:+.3f} in accuracy, {low:+.3f} to {high:+.3f})".format(**full["tis"]) in readme
+    lower = tis["coupled"]
+    assert f"they end {-lower['mean']:.3f} lower ({-lower['high']:.3f} to {-lower['low']:.3f})" in readme
     others = [name for name in tis if name not in ("coupled", "none")]
     near = max(abs(tis[name]["mean"]) for name in others)
     assert len(others) == 3 and f"`acr`, `ais` and `cis` end within {near:.3f} of `tis`" in PAGE
