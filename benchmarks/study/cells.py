@@ -20,7 +20,7 @@ OFTEN = {"learning_rate": 2e-4, "num_iterations": 4, "digits": 12, "max_steps": 
 # On seed 100 full precision learned with this learning rate, not with that of `OFTEN`, and `none` had fallen by step 34
 OFTEN_PPO = OFTEN | {"trainer": "ppo", "learning_rate": 1e-4, "max_steps": 60}
 HALF_PPO = OFTEN_PPO | {"max_steps": 48, "per_device_train_batch_size": 64}
-# On seed 100 rounding at the end cost 0.04 to 0.09 of accuracy here
+# On seed 100 rounding at the end cost 0.04 to 0.08 of accuracy here
 ROUNDED = REUSE | {"digits": 12, "max_steps": 60}
 ADAPTER = BRIEF | {"lora_rank": 16, "learning_rate": 1e-3}
 OPTIMIZERS = {"adamw": BRIEF, "sgd": BRIEF | {"optim": "sgd", "learning_rate": 0.1}}
