@@ -27,6 +27,7 @@ TASK = (
     "evaluations",
     "draws",
     "starts",
+    "numbers",
     "digits",
     "quotient",
     "countdown",
@@ -88,6 +89,7 @@ class Cell:
         draws (`int`): Completions of each held-out problem that judge the policy at its end; 0 leaves that out.
         starts (`int`): How many models its seeds start from in turn: stored ones (`starts.py`), or where sums are told,
             models taught with their numbers as seeds. 0 has one taught for all seeds.
+        numbers (`str`): Of those `starts`, with spaces between, where they are not 0, 1, 2 and so on.
         served (`str`): Precisions, with spaces between, in which the policy is also judged at its end, as it would be
             served; one that trains in another is quantized for that.
     """
@@ -126,6 +128,7 @@ class Cell:
     evaluations: int = 6
     draws: int = 0
     starts: int = 0
+    numbers: str = ""
     per_device_train_batch_size: int = 128
     seed: int = 0
 
@@ -143,10 +146,16 @@ class Cell:
         return -(-tokens // 8) * 8
 
     @property
+    def number(self) -> int:
+        """Of the start that its seed has."""
+        numbers = self.numbers.split() or range(self.starts)
+        return int(numbers[self.seed % self.starts])
+
+    @property
     def start(self) -> str:
         """Name of the model that its seed starts from, of those that the seeds have in turn."""
         kind = "mixture-" if self.num_experts else f"told-{self.told}-" if self.told else ""
-        return f"{kind}{self.seed % self.starts}"
+        return f"{kind}{self.number}"
 
     @property
     def model(self) -> str:
@@ -186,7 +195,8 @@ class Cell:
         model = {"model": self.model}
         if self.starts:  # the seed says which of those
             model["model"] = "taught in turn" if self.told else "stored"
-        return {name: getattr(self, name) for name in TASK} | model | self.arguments()
+        task = {name: getattr(self, name) for name in TASK if self.numbers or name != "numbers"}  # older runs have none
+        return task | model | self.arguments()
 
 
 @dataclass(frozen=True)

@@ -122,20 +122,27 @@ def ratios(question: Question, groups: Sequence[Group], metric: str) -> list[dic
     return [row | {name: exp(row[name]) for name in ("mean", "low", "high")} for row in rows]
 
 
-def compared(question: Question, groups: Sequence[Group]) -> str:
-    """The tables of those; nothing where the question compares nothing."""
-    text = _table("comparisons", "difference", "{:+.3f}", differences(question, groups))
+def compared(question: Question, groups: Sequence[Group], brief: bool = False) -> str:
+    """
+    The tables of those; nothing where the question compares nothing. Brief ones say a family once, and of the p values
+    only Holm's.
+    """
+    text = _table("comparisons", "difference", "{:+.3f}", differences(question, groups), brief)
     for label, metric in question.ratios.items():
-        text += _table(f"{label}, over the run", "ratio", "{:.2f}", ratios(question, groups, metric))
+        text += _table(f"{label}, over the run", "ratio", "{:.2f}", ratios(question, groups, metric), brief)
     return text
 
 
-def _table(title: str, kind: str, number: str, rows: Sequence[dict]) -> str:
+def _table(title: str, kind: str, number: str, rows: Sequence[dict], brief: bool) -> str:
     if not rows:
         return ""
-    lines = ["", f"| {title} | cell | against | pairs | {kind} | 95% | p | p (Holm) |", "|" + "---|" * 8]
+    header = [title, "cell", "against", "pairs", kind, "95%", *([] if brief else ["p"]), "p (Holm)"]
+    lines, said = ["", f"| {' | '.join(header)} |", "|" + "---|" * len(header)], None
     for row in rows:
         mean, low, high = (number.format(row[name]) for name in ("mean", "low", "high"))
         numbers = [str(row["pairs"]), mean, f"{low} to {high}", f"{row['p']:.2g}", f"{row['holm']:.2g}"]
-        lines.append(f"| {' | '.join([row['family'], row['cell'], row['against'], *numbers])} |")
+        if brief:
+            del numbers[-2]
+        family, said = "" if brief and row["family"] == said else row["family"], row["family"]
+        lines.append(f"| {' | '.join([family, row['cell'], row['against'], *numbers])} |")
     return "\n".join(lines) + "\n"

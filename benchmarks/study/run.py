@@ -198,7 +198,7 @@ def model_jobs(cells: Sequence[Cell], output: Path, word_problems: str | None = 
         if cell.word_problems:
             options["word_problems"] = word_problems or cell.word_problems
         if cell.told:
-            options |= {"told": cell.told, "seed": cell.seed % cell.starts}
+            options |= {"told": cell.told, "seed": cell.number}
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         found[cell.taught] = Job(options["output_dir"], [sys.executable, str(EXAMPLE), *words], "eval.jsonl")
     return list(found.values())

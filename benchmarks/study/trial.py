@@ -195,12 +195,24 @@ def sha256_of(model: Path) -> str:
     return sha256((model / "model.safetensors").read_bytes()).hexdigest()
 
 
+def cpu() -> str:
+    """Its model, and the instruction set that torch takes of it, by which a run's bits may differ."""
+    info = Path("/proc/cpuinfo")  # of Linux
+    lines = info.read_text().splitlines() if info.is_file() else []
+    models = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    return f"{models[0] if models else machine()}, {torch.backends.cpu.get_cpu_capability()}"
+
+
 def environment() -> dict:
     """Where a result comes from."""
     describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     git = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True)
     versions = {name: version(name) for name in ("torch", "transformers", "trl")}
-    return {"machine": machine(), "commit": git.stdout.strip() or "unknown", **versions}
+    return {
+        "machine": machine() if torch.cuda.is_available() else cpu(),
+        "commit": git.stdout.strip() or "unknown",
+        **versions,
+    }
 
 
 if __name__ == "__main__":

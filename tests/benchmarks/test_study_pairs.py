@@ -2,6 +2,7 @@
 
 import json
 import lzma
+import runpy
 import shutil
 import sys
 from dataclasses import replace
@@ -32,6 +33,10 @@ import table  # noqa: E402
 import trial  # noqa: E402
 from cell import Cell, Question  # noqa: E402
 from cells import QUESTIONS  # noqa: E402
+from raw_results import read_results  # noqa: E402
+
+
+STORED = ROOT / "benchmarks" / "results" / "study"
 
 
 # Student's t and Holm's values
@@ -92,6 +97,22 @@ def test_comparisons_that_have_no_pairs_yet_are_left_out_and_counted():
     assert paired.compared(question, groups[:1]) == "" and paired.compared(Question("", ()), groups) == ""
     line = paired.compared(question, groups).splitlines()[3]
     assert [cell.strip() for cell in line.split("|")[1:6]] == ["one", "b", "a", "3", "-0.083"]
+
+
+def test_brief_comparisons_say_a_family_once_and_have_holms_p():
+    pairs = (("b", "a"), ("c", "a"))
+    question = Question("Which?", (), compared={"one": pairs, "other": pairs[:1]}, ratios={"KL": "kl"})
+    groups = [group("a", [0.4, 0.5, 0.6]), group("b", [0.3, 0.45, 0.5]), group("c", [0.4, 0.5, 0.7])]
+    for made in groups:
+        for run in made.runs:
+            run.history[0]["kl"] = 2.0 if made.name == "b" else 1.0
+    lines = paired.compared(question, groups).splitlines()
+    brief = paired.compared(question, groups, brief=True).splitlines()
+    assert len(brief) == len(lines) == 12 and brief[1] == lines[1].replace("| p |", "|")
+    for text, less in zip(lines, brief):
+        whole, less = text.split("|"), less.split("|")
+        assert less[1:2] == (["  "] if " c " in less else whole[1:2])
+        assert less[2:] == [*whole[2:7], *whole[8:]]  # without p
 
 
 def test_a_metric_is_compared_by_the_ratio_of_its_means_over_a_run():
@@ -194,7 +215,27 @@ def test_a_start_model_with_another_bit_is_refused(tmp_path):
 
 
 def test_start_models_fit_into_the_repository():
-    assert sum(path.stat().st_size for path in starts.STORED.iterdir()) < 8e6
+    """The dense ones, of the demo's kind, in 4 MB; the mixtures come on top."""
+    sizes = {path.name: path.stat().st_size for path in starts.STORED.iterdir()}
+    dense = [size for name, size in sizes.items() if name[0].isdigit()]
+    assert len(dense) == 6 and sum(dense) < 4e6 and sum(sizes.values()) < 8e6
+
+
+@pytest.mark.parametrize("start", rest_is_long(range(6)))
+def test_stored_runs_began_with_the_stored_start_models(tmp_path, monkeypatch, start):
+    """Unpacked, and given outliers, by the study's own commands. Each start has another checksum, with outliers too."""
+    cells = [replace(QUESTIONS[name].cells[0], seed=start) for name in ("stage_1", "stage_3_outliers")]
+    for job in runner.model_jobs(cells, tmp_path) + runner.outlier_jobs(cells, tmp_path):
+        monkeypatch.setattr(sys, "argv", job.command[1:])
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    plain, spread = (trial.sha256_of(tmp_path / "models" / cell.model) for cell in cells)
+    for name in ("stage_1", "stage_2", "in_flight", "stage_3_outliers"):
+        rows = read_results(STORED / f"{name}.json.xz")["cells"]
+        found = {(run["model_sha256"], run["seed"] % 6 == start) for row in rows for run in row["runs"]}
+        began = {model for model, here in found if here}
+        if (name, start) != ("stage_1", 5):  # which has five starts
+            assert began == {spread if name == "stage_3_outliers" else plain}
+        assert began.isdisjoint(model for model, here in found if not here)
 
 
 def test_seeds_start_from_the_stored_models_in_turn(tmp_path):
@@ -207,6 +248,33 @@ def test_seeds_start_from_the_stored_models_in_turn(tmp_path):
     assert job.command[2:] == ["mixture-2", str(tmp_path / "models" / "start-mixture-2")]
     trials = runner.trial_jobs(cells, tmp_path, "in_flight")
     assert [job.command[-1] for job in trials] == [str(job.directory) for job in jobs]
+
+
+def test_the_command_of_stage_3_text_teaches_the_six_starts_of_its_table(tmp_path):
+    """Start 5 is left out, and 6 taught in its place. The stored runs count as those of the cells of now."""
+    rows = read_results(STORED / "stage_3_text.json.xz")["cells"]
+    models = {(run["seed"], run["model_sha256"]) for row in rows for run in row["runs"]}
+    seeds = sorted(seed for seed, _ in models)
+    assert seeds == [*range(24, 30)] and len({model for _, model in models}) == 6
+    cells = [replace(QUESTIONS["stage_3_text"].cells[0], seed=seed) for seed in seeds]
+    jobs = runner.model_jobs(cells, tmp_path)
+    given = [dict(zip(job.command[2::2], job.command[3::2], strict=True)) for job in jobs]
+    assert [each["--seed"] for each in given] == ["0", "1", "2", "3", "4", "6"]
+    assert [job.directory.name for job in jobs] == [f"start-told-1-{each['--seed']}" for each in given]
+    trials = runner.trial_jobs(cells, tmp_path, "stage_3_text")
+    assert [job.command[-1] for job in trials] == [each["--output_dir"] for each in given]
+    runner.take_stored("stage_3_text", STORED, tmp_path)
+    assert all(job.finished for job in trials)
+
+
+def test_seeds_are_one_pair_where_they_have_one_start():
+    for question in QUESTIONS.values():
+        for cell in (cell for cell in question.cells if cell.starts):
+            names = {replace(cell, seed=seed).model: seed % cell.starts for seed in range(2 * cell.starts)}
+            assert sorted(names.values()) == [*range(cell.starts)]
+    with_numbers = [cell for question in QUESTIONS.values() for cell in question.cells if cell.numbers]
+    assert with_numbers and all(len(cell.numbers.split()) == cell.starts for cell in with_numbers)
+    assert "numbers" in with_numbers[0].settings() and "numbers" not in Cell("a", starts=6).settings()
 
 
 # Runs

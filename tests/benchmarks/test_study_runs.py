@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from long_tests import rest_is_long
 from places import ROOT
 
@@ -253,6 +254,20 @@ def test_the_command_trains_and_writes_what_the_report_reads(built, monkeypatch,
     monkeypatch.setitem(QUESTIONS, "another", Question("The same?", (replace(cell, name="mxfp4 renamed"),)))
     assert runner.main(["another", "--seeds", "3", *chosen[chosen.index("--steps") :]]) == 0
     assert "| mxfp4 renamed | 1 |" in capsys.readouterr().out
+
+
+def test_a_run_says_which_cpu_and_which_of_its_instruction_sets(monkeypatch):
+    """A GPU is named as before."""
+    here = trial.environment()["machine"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    model, _, instructions = trial.environment()["machine"].rpartition(", ")
+    assert instructions == torch.backends.cpu.get_cpu_capability()
+    if (info := Path("/proc/cpuinfo")).is_file() and "model name" in info.read_text():
+        assert f": {model}\n" in info.read_text()
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX0")
+    assert trial.environment()["machine"] == f"{model}, AVX0" != here  # as under ATEN_CPU_CAPABILITY
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert trial.environment()["machine"] == trial.machine()
 
 
 @pytest.mark.parametrize(

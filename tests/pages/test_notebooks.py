@@ -59,7 +59,9 @@ drawn = {name for name in found if QUESTIONS[name].panels}
 sweeps = {name for name in drawn if all(len(row["runs"]) == 1 for row in found[name][0])}
 assert "regimes" in sweeps and len(drawn - sweeps) > 5
 assert [value for value in shown if isinstance(value, dict)] == [
-    {"text/markdown": markdown(QUESTIONS[name], found[name][0])} for name in found if name not in sweeps
+    {"text/markdown": dense(markdown(question, rows) + compared(question, groups, brief=True))}
+    for name, (rows, groups) in found.items()
+    if name not in sweeps and (question := QUESTIONS[name])
 ]
 pictures = [value for value in shown if not isinstance(value, dict)]
 assert len(pictures) == len(drawn) and len(shown) == len(found) - len(sweeps) + len(drawn)
@@ -136,13 +138,44 @@ def test_the_study_shows_its_results_as_they_are(in_notebooks, capsys):
         exec(compile(cell.source, "<study.ipynb>", "exec"), namespace)
         assert capsys.readouterr().out == "".join(output.text for output in cell.outputs)
     shown = [output.data for output in drawing.outputs]
-    tables = [data["text/markdown"] for data in shown if "text/markdown" in data]
+    tables = [cells_in(data["text/markdown"]) for data in shown if "text/markdown" in data]
     found, questions, markdown = (namespace[name] for name in ("found", "QUESTIONS", "markdown"))
-    expected = {name: markdown(questions[name], rows) for name, (rows, _) in found.items()}
+    expected = {
+        name: cells_in(markdown(questions[name], rows) + namespace["compared"](questions[name], groups, brief=True))
+        for name, (rows, groups) in found.items()
+    }
     assert tables == [expected[name] for name in found if expected[name] in tables] and len(tables) > 10
     sweeps = found.keys() - {name for name in found if expected[name] in tables}
     assert all(questions[name].panels and len(row["runs"]) == 1 for name in sweeps for row in found[name][0])
     other = copy.deepcopy(found["uaq"][0])
     other[0]["metrics"]["accuracy"]["mean"] += 0.1
-    assert expected["uaq"] in tables and markdown(questions["uaq"], other) not in tables
+    assert expected["uaq"] in tables and cells_in(markdown(questions["uaq"], other)) not in tables
     assert len(shown) == len(tables)
+
+
+def cells_in(table: str) -> list[list[str]]:
+    """By line, however wide they are."""
+    return [[cell.strip() for cell in line.split("|")] for line in table.splitlines()]
+
+
+def test_the_study_shows_each_comparison_with_its_interval_and_holms_p(in_notebooks):
+    """And its text says that these decide where there are some."""
+    notebook = nbformat.read(NOTEBOOKS / "study.ipynb", as_version=4)
+    first, drawing, _ = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    exec(compile(first.source, "<study.ipynb>", "exec"), namespace := {"__name__": "__main__"})
+    from paired import differences
+
+    shown, wanted = [], []
+    for output in drawing.outputs:
+        compared = output.data["text/markdown"].partition("|comparisons|")[2].partition("\n\n")[0].splitlines()
+        for _, family, *row, _ in (line.split("|") for line in compared[2:]):
+            shown.append([family or shown[-1][0], *row])
+    for name, (_, groups) in namespace["found"].items():
+        for row in differences(namespace["QUESTIONS"][name], groups):
+            apart, low, high = (f"{row[value]:+.3f}" for value in ("mean", "low", "high"))
+            numbers = str(row["pairs"]), apart, f"{low} to {high}", f"{row['holm']:.2g}"
+            wanted.append([row["family"], row["cell"], row["against"], *numbers])
+    assert shown == wanted and len(shown) > 100
+    assert 5 < sum(float(row[-1]) < 0.05 for row in shown) < 50
+    told = " ".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    assert "the comparisons below its table decide, and `*` does not" in told and "Holm's p of 0.05 or more" in told
