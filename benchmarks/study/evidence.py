@@ -84,7 +84,7 @@ def is_apart(found: dict) -> bool:
 def judged(found: dict) -> str:
     if "holm" not in found:
         return "one model"
-    return f"**told apart**, p {found['holm']:.1g}" if is_apart(found) else "not told apart"
+    return f"**told apart**, p {found['holm']:.2g}" if is_apart(found) else "not told apart"
 
 
 def table(first: str, rows: dict[str, Rows]) -> str:
@@ -131,6 +131,7 @@ FULL = {
 }
 SEQUENCES = {
     f"INT4, {U4}": ("stage_2", "int4 tis, sequences, u4", "int4 tis u4"),
+    f"INT4, {U4}, against full precision": ("stage_2", "int4 tis, sequences, u4", "full precision u4"),
     OUTLIERS: ("stage_3_outliers", "int8 tis, sequences", "int8 tis"),
 }
 SCALED = {f"INT4, {U4}": ("stage_2", "int4 tis, scaled steps, u4", "int4 tis u4")}
@@ -160,8 +161,8 @@ ADVICE = {
     "Nor is `ais`": against_tis("ais"),
     "Nor is `icepop`": against_tis("icepop"),
     "Nor is `cis`": against_tis("cis") | EXPERTS,
-    "Nor is `none`, which corrects nothing": against_tis("none"),
-    "Weights of whole sequences stay off, and are no choice with several updates": SEQUENCES,
+    "Nor is `none`, and in 4 bits with several updates it is worse": against_tis("none"),
+    "Weights of whole sequences stay off: with several updates a run ends below full precision": SEQUENCES,
     "`ess_step_scaling` stays off": SCALED,
     "What quantized samples cost with the default": FULL,
     "What `rollouts_in_flight` costs, with the default": FLIGHT,

@@ -17,6 +17,8 @@ from trl_quant.report.runs import read_run
 
 
 STUDY = ROOT / "benchmarks" / "study"
+CPUINFO = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").is_file() else ""
+STORED = ROOT / "benchmarks" / "results" / "study"
 sys.path[:0] = [str(STUDY), str(ROOT / "examples")]
 
 import build_arithmetic_model as building  # noqa: E402
@@ -290,3 +292,18 @@ def test_word_problems_that_no_cell_asks_are_refused(capsys, tmp_path):
     with pytest.raises(SystemExit):
         runner.main(["cost", "--table", "--word_problems", __file__, "--output", str(tmp_path / "out")])
     assert "`--word_problems`: 'cost' asks none" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.long
+@pytest.mark.skipif("AuthenticAMD" not in CPUINFO, reason="the stored bits are those of an AMD CPU")
+def test_a_stored_run_repeats_bit_for_bit(tmp_path):
+    """With AVX2, which its CPU had, in its first twelve steps."""
+    command = [sys.executable, STUDY / "run.py", "stage_1", "--cells", "int4 tis u1", "--seeds", "3", "--steps", "12"]
+    avx2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    subprocess.run([*map(str, command), "--output", tmp_path], check=True, env=os.environ | avx2)
+    (again,), stored_cells = (read_results(path / "stage_1.json.xz")["cells"] for path in (tmp_path, STORED))
+    (before,) = (run for row in stored_cells if row["name"] == "int4 tis u1" for run in row["runs"] if run["seed"] == 3)
+    (again,) = again["runs"]
+    for metric in ("entropy", "reward", "mismatch/kl_k3"):
+        values = again["log"][metric]
+        assert len(values) == 12 and values == {step: before["log"][metric][step] for step in values}

@@ -2,7 +2,8 @@
 
 import re
 import sys
-from statistics import fmean
+from math import sqrt
+from statistics import fmean, variance
 
 import pytest
 from figures import ADVICE, BENCHMARKS, RESULTS, read
@@ -15,7 +16,7 @@ from trl_quant.report.runs import KL
 sys.path.append(str(ROOT / "benchmarks" / "study"))
 
 from cells import QUESTIONS
-from paired import differences, ratios
+from paired import critical, difference, differences, ratios
 from table import stored
 
 
@@ -99,21 +100,61 @@ def test_what_stage_1_tells_apart():
     assert f"One run fell to {lowest:.3f} there" in PAGE
 
 
-def test_what_two_thirds_of_stage_2_tell():
+def test_a_cell_with_another_instruction_set():
+    """Of the difference of two means of five runs each, and of their pairs."""
+    cells = [
+        {run["seed"]: run for row in read(file)["cells"] if row["name"] == "int4 tis u4" for run in row["runs"]}
+        for file in ("study-stage_1-with-avx512", "study/stage_1")
+    ]
+    there, stored_there = ({seed: run["log"]["final_accuracy"]["200"] for seed, run in runs.items()} for runs in cells)
+    assert all(cells[0][seed]["log"] != cells[1][seed]["log"] for seed in range(5)) and len(there) == 5
+    spread = sqrt((variance(there.values()) + variance(stored_there.values())) / 5)
+    means = fmean(there.values()), fmean(stored_there.values())
+    half, apart = critical(8) * spread, means[0] - means[1]
+    assert f"{means[0]:.3f} on average, the stored ones at {means[1]:.3f}. The difference, {apart:+.3f}, lies" in PAGE
+    assert abs(apart) < half and f"difference of two such means, ±{half:.3f}" in PAGE
+    assert "five pairs have {low:+.3f} to {high:+.3f}".format(**difference(there, stored_there)) in PAGE
+    assert {run["commit"][:8] for run in cells[0].values()} == {"43aeec3c"}
+
+
+def test_what_stage_2_tells_apart():
     rows, groups = stored(RESULTS / "study" / "stage_2.json.xz")
-    found = [row for row in differences(QUESTIONS["stage_2"], groups) if row["against"] == "int4 tis u4"]
-    seeds = [sorted(run["seed"] for run in row["runs"]) for row in rows]
-    assert seeds == [[*range(6, 18)]] * 8 and {row["pairs"] for row in found} == {6}
-    named = {row["cell"].removeprefix("int4 ").removesuffix("u4").rstrip(" ,"): row for row in found}
-    below = [named.pop(name) for name in ("tis, sequences", "none")]
-    told = "sequences ends {:.3f} below `tis` ({:+.3f} to {:+.3f}; Holm's p {:.2f}) and `none` {:.3f} below it "
-    told += "({:+.3f} to {:+.3f}; Holm's p {:.2f})"
-    numbers = [number for row in below for number in (-row["mean"], row["low"], row["high"], row["holm"])]
-    assert told.format(*numbers) in PAGE
-    others = [abs(row["mean"]) for row in named.values()]
-    assert len(others) == 4 and f"the other four within {max(others):.3f} of it" in PAGE
+    found = differences(QUESTIONS["stage_2"], groups)
+    assert [sorted(run["seed"] for run in row["runs"]) for row in rows] == [[*range(6, 24)]] * 8
+    assert {row["pairs"] for row in found} == {6}
+    tis, full = (
+        {
+            row["cell"].removeprefix("int4 ").removesuffix("u4").rstrip(" ,"): row
+            for row in found
+            if row["against"] == to
+        }
+        for to in ("int4 tis u4", "full precision u4")
+    )
+    assert {name for name in tis if tis[name]["holm"] < 0.05} == {"none"}
+    assert {name for name in full if full[name]["holm"] < 0.05} == {"tis, sequences", "icepop"}
+    advice = " ".join(ADVICE.split())
+    for name, below, of in (("none", "`tis`", tis), ("tis, sequences", "it", tis), ("tis, sequences", "it", full)):
+        row = of[name]
+        told = "{:.3f} below {} ({low:+.3f} to {high:+.3f}; Holm's p {:.2g})".format(
+            -row["mean"], below, row["holm"], **row
+        )
+        assert told in PAGE and f"{-row['mean']:.3f} below" in advice
+        assert f"({-row['high']:.3f} to {-row['low']:.3f}" in advice
+    for name, row in (("ess_step_scaling` has", tis["tis, scaled steps"]), ("`cis`", tis["cis"])):
+        assert "{} {mean:+.3f} ({low:+.3f} to {high:+.3f})".format(name, **row) in PAGE
+    others = [abs(row["mean"]) for name, row in tis.items() if name not in ("none", "tis, sequences")]
+    assert len(others) == 4 and f"other four end within {max(others):.3f} of `tis`" in PAGE
+    assert (
+        "`tis` is not told apart from full precision, {mean:+.3f} ({low:+.3f} to {high:+.3f})".format(**full["tis"])
+        in PAGE
+    )
+    assert "full precision ({mean:+.3f}, {low:+.3f} to {high:+.3f})".format(**full["tis"]) in advice
+    icepop = "`icepop` is, {mean:+.3f} ({low:+.3f} to {high:+.3f}; Holm's p {holm:.2g})"
+    assert icepop.format(**full["icepop"]) in PAGE
+    ends = [run["log"]["final_accuracy"]["200"] for row in rows if "sequences" in row["name"] for run in row["runs"]]
+    assert f"one of its runs fell to {min(ends):.3f}" in PAGE
     commits = {run["seed"]: run["commit"][:8] for row in rows for run in row["runs"]}
-    assert f"seeds 6 to 11 at commit {commits[6]}, 12 to 17 at {commits[12]}" in PAGE and len({*commits.values()}) == 2
+    assert f"seeds 6 to 11 at commit {commits[6]}, 12 to 23 at {commits[12]}" in PAGE and len({*commits.values()}) == 2
 
 
 def test_what_stage_3_tells_of_outliers():
