@@ -14,6 +14,7 @@ from trl_quant.report import cures as module
 from trl_quant.report.cures import CHANGES, Planned, cures
 from trl_quant.report.memory import Shape
 from trl_quant.report.plan import memory_of_machine
+from trl_quant.storage.source import skeleton
 
 
 GB = 10**9
@@ -37,7 +38,7 @@ def planned(config, tmp_path):
         args = QuantGRPOConfig(output_dir=tmp_path, use_cpu=True, bf16=True, report_to=[], **batch | settings)
         args.resolve_for(adapted=rank > 0)
         shape = Shape.of(config, lora(r=rank) if rank else None)
-        return Planned(args, config, shape, dtype, 256, round(card * GB), on_cpu)
+        return Planned(args, skeleton(config, False), None, shape, dtype, 256, round(card * GB), on_cpu)
 
     return of
 
@@ -91,6 +92,30 @@ def test_a_smaller_micro_batch_keeps_the_batch(planned):
         assert args.per_device_train_batch_size * args.steps_per_generation == args.generation_batch_size
         assert f"={args.per_device_train_batch_size} with" in told
     assert run.args.per_device_train_batch_size == 12  # the run itself is not changed
+
+
+@pytest.mark.parametrize("attention", ["eager", "flash_attention_2"])
+def test_a_change_is_told_with_the_prompts_that_the_changed_run_computes(planned, attention):
+    """With this attention each completion has its own: no change is told that is enough for packed rows alone."""
+    settings = {"per_device_train_batch_size": 64, "gradient_accumulation_steps": 1, "max_completion_length": 256}
+    attending = {"model_init_kwargs": {"attn_implementation": attention}}
+    run, packed, padded = (
+        replace(planned(40, **VLLM, **settings, **given), prompt=2048)
+        for given in (attending, {}, {"pack_sequences": False})
+    )
+    assert run.memory() == padded.memory() and run.memory().peak > packed.memory().peak + 5 * GB
+    assert cures(run) == cures(padded) != cures(packed)
+    assert run.policy.config._attn_implementation == "sdpa"  # as it was: only its name is asked for
+
+
+def test_a_run_that_no_longer_is_exact_has_its_own_attention_again(planned):
+    """Exact rollouts bring an attention that shares prompts, and a 4-bit base has none."""
+    exact = {"train_precision": "int8", "exact_rollouts": True, "use_vllm": True, "vllm_mode": "colocate"}
+    run = planned(30, gradient_accumulation_steps=1, **exact, model_init_kwargs={"attn_implementation": "eager"})
+    assert run.memory() == replace(run, args=run.args.having(model_init_kwargs=None)).memory()
+    ((_, changed),) = module.four_bit_base(run)
+    assert changed.memory() == changed.having(pack_sequences=False).memory()
+    assert run.memory() != run.having(pack_sequences=False).memory()
 
 
 def test_a_cpu_has_neither_sleep_nor_gpus(planned):

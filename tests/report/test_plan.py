@@ -1,5 +1,6 @@
 """A plan of a run: its steps and its refusals against those of training, and the commands that print it."""
 
+import json
 import re
 import socket
 import threading
@@ -10,7 +11,7 @@ import torch
 import training
 from datasets import load_dataset
 from tiny import save_tiny, tiny_tokenizer
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import Blip2Processor, BlipImageProcessorPil, GPT2Config, GPT2LMHeadModel
 
 import trl_quant.cli.train as train
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
@@ -111,6 +112,43 @@ def test_a_mixture_is_planned_with_all_its_experts(options, capsys, unloaded, tm
         main(["plan", path, *options, "--rollout_precision", "int8", "--card", "0.9"])
     told = capsys.readouterr().out
     assert "does not fit" in told and "`train_precision`" not in told
+
+
+PADDED = {  # family, settings of its config, options
+    "capped logits": ("gemma2", {}, []),
+    "dropout of its config": ("qwen3", {"attention_dropout": 0.1}, []),
+    "dropout of the run": ("qwen3", {}, ["--model_init_kwargs", '{"attention_dropout": 0.1}']),
+    "noise": ("qwen3", {}, ["--neftune_noise_alpha", "5"]),
+    "eager": ("qwen3", {}, ["--attn_implementation", "eager"]),
+    "flash": ("qwen3", {}, ["--attn_implementation", "flash_attention_2"]),
+    "images": ("qwen3", {}, []),
+}
+PACKED = {
+    "nothing": ("qwen3", {}, []),
+    "sdpa": ("qwen3", {}, ["--attn_implementation", "sdpa"]),
+    "dropout that the run switches off": (
+        "qwen3",
+        {"attention_dropout": 0.1},
+        ["--model_init_kwargs", '{"attention_dropout": 0.0}'],
+    ),
+    "a cap that the run switches off": ("gemma2", {}, ["--model_init_kwargs", '{"attn_logit_softcapping": null}']),
+}
+
+
+@pytest.mark.parametrize("case", [*PADDED, *PACKED])
+def test_memory_of_prompts_is_what_the_run_computes(options, capsys, unloaded, tmp_path, case):
+    """Each completion has its own where rows are padded, or their attention shares none. Else it is less."""
+    family, sizes, own = (PADDED | PACKED)[case]
+    path = save_tiny(tmp_path / "model", family, hidden_size=256, vocab_size=512, **sizes)
+    if case == "images":
+        Blip2Processor(BlipImageProcessorPil(), tiny_tokenizer()).save_pretrained(path)
+    long = [{"prompt": "1" * 2000, "answer": "1"}] * 8
+    (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in long))
+    taken = []
+    for packs in ([], ["--pack_sequences", "false"]):
+        main(["plan", path, *options, "--rollout_precision", "int4", *own, *packs])
+        taken.append(float(re.search(r"checkpoints ([\d.]+)", capsys.readouterr().out)[1]))
+    assert (taken[0] == taken[1]) == (case in PADDED) and taken[1] > 0
 
 
 def test_the_card_is_the_one_that_is_named(model_dir, options, capsys, unloaded):

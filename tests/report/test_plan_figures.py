@@ -3,7 +3,7 @@
 import sys
 import weakref
 from functools import partial
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,12 +12,13 @@ from long_tests import rest_is_long
 from pages import ROOT
 from peft import LoraConfig
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTrainedModel
 
 from trl_quant import DiffusionGRPOConfig, QuantGRPOConfig, QuantPPOConfig, QuantRLOOConfig
 from trl_quant.report import measured, plan
-from trl_quant.report.memory import Shape, cache_of, completions_in_flight, estimate
+from trl_quant.report.memory import Shape, cache_of, completions_in_flight, estimate, has_prompts_once
 from trl_quant.rollout.embedded.diffusion import Schedule, denoise
+from trl_quant.storage.source import skeleton, skeleton_of
 
 
 sys.path.append(str(ROOT / "benchmarks"))
@@ -29,28 +30,38 @@ from raw_results import read_results
 CARDS = {"H200": 143_771 << 20, "H100": 81_559 << 20}  # bytes, as nvidia-smi tells them
 PROMPT = 256  # tokens, in every benchmark
 WITHIN = 0.10
-
-
-def shape_of(size: str, rank: int) -> Shape:
-    """Of the benchmarks' model."""
-    config = AutoConfig.from_pretrained(model_directory(size))
-    return Shape.of(config, adapter(SimpleNamespace(config=config), rank) if rank else None)
+GEMMA2_9B = {"hidden_size": 3584, "intermediate_size": 14336, "num_hidden_layers": 42, "num_attention_heads": 16}
+GEMMA2_9B |= {"num_key_value_heads": 8, "head_dim": 256}
 
 
 @pytest.fixture(scope="module")
-def shapes() -> dict[tuple[str, int], Shape]:
-    found = {(size, 32): shape_of(size, 32) for size in ("3b", "7b", "14b", "32b", "70b", "30b-a3b", "9b")}
-    return found | {("7b", 0): shape_of("7b", 0)}
+def policies() -> dict[str, PreTrainedModel]:
+    """The benchmarks' models, and two that cannot pack, without weights."""
+    found = {
+        size: skeleton_of(Path(model_directory(size))) for size in ("3b", "7b", "14b", "32b", "70b", "30b-a3b", "9b")
+    }
+    found["gemma2"] = skeleton(Gemma2Config(**GEMMA2_9B), False)
+    found["dropout"] = skeleton(LlamaConfig(attention_dropout=0.1), False)
+    return found
+
+
+@pytest.fixture(scope="module")
+def shapes(policies) -> dict[tuple[str, int], Shape]:
+    def of(size: str, rank: int) -> Shape:
+        return Shape.of(policies[size].config, adapter(policies[size], rank) if rank else None)
+
+    return {(size, 32): of(size, 32) for size in policies} | {("7b", 0): of("7b", 0)}
 
 
 @pytest.fixture
-def estimated(shapes, tmp_path):
+def estimated(shapes, policies, tmp_path):
     """Bytes that torch holds while it trains, by the benchmark's settings."""
 
     def of(size: str, rank: int = 32, card: str = "H200", kind: type = QuantGRPOConfig, **settings):
         args = kind(output_dir=tmp_path, use_cpu=True, bf16=True, report_to=[], **settings)
         args.resolve_for(adapted=rank > 0)
-        return estimate(args, shapes[size, rank], torch.bfloat16, PROMPT, CARDS[card])
+        once = has_prompts_once(args, policies[size], None)
+        return estimate(args, shapes[size, rank], torch.bfloat16, PROMPT, CARDS[card], once)
 
     return of
 
@@ -215,37 +226,52 @@ def test_a_prompt_counts_once_in_packed_rows(estimated):
 
 
 SHARED = {"rollout_precision": "fp8", "num_generations": 8, "per_device_train_batch_size": 16, "bf16": True}
+SHARED |= {"gradient_accumulation_steps": 1}
+
+
+def attending(name: str) -> dict:
+    return {"model_init_kwargs": {"attn_implementation": name}}
 
 
 @pytest.mark.parametrize(
     ("size", "settings", "prompts"),
     [
-        ("7b", {"gradient_accumulation_steps": 1}, 2),
+        ("7b", {}, 2),
         ("7b", {"gradient_accumulation_steps": 4}, 8),
         ("7b", {"gradient_accumulation_steps": 16}, 16),  # one row of each group
-        ("7b", {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 12, "num_generations": 12}, 1),
-        ("7b", {"gradient_accumulation_steps": 1, "rollout_precision": None}, 16),
-        ("9b", {"gradient_accumulation_steps": 1}, 16),  # the state of a hybrid cannot go on in several completions
+        ("7b", {"per_device_train_batch_size": 12, "num_generations": 12}, 1),
+        ("7b", {"rollout_precision": None}, 16),
+        ("7b", {"rollout_precision": None, "pack_sequences": True}, 2),
+        ("7b", {"pack_sequences": False}, 16),
+        ("7b", {"neftune_noise_alpha": 5.0}, 16),
+        ("7b", attending("sdpa"), 2),
+        ("7b", attending("eager"), 16),
+        ("7b", attending("flash_attention_2"), 16),  # packed, and each completion with its prompt
+        ("30b-a3b", {}, 2),
+        ("9b", {}, 16),  # the state of a hybrid cannot go on in several completions
+        ("gemma2", {}, 16),
+        ("dropout", {}, 16),
     ],
 )
-def test_prompts_of_a_micro_batch(shapes, tmp_path, size, settings, prompts):
+def test_prompts_of_a_micro_batch(shapes, policies, tmp_path, size, settings, prompts):
     args = QuantGRPOConfig(output_dir=tmp_path, use_cpu=True, report_to=[], **SHARED | settings)
     args.resolve_for(adapted=True)
-    assert computed_prompts(args, shapes[size, 32]) == prompts
+    assert computed_prompts(args, shapes[size, 32], policies[size]) == prompts
 
 
-def test_prompts_of_a_rank_that_has_parts_of_groups(shapes, tmp_path):
+def test_prompts_of_a_rank_that_has_parts_of_groups(shapes, policies, tmp_path):
     """Three ranks draw four completions of a prompt each, in groups of six: the second has parts of two groups."""
     args = QuantGRPOConfig(output_dir=tmp_path, use_cpu=True, report_to=[], **SHARED)
     args.resolve_for(adapted=True)
     args.per_device_train_batch_size, args.steps_per_generation, args.num_generations = 4, 1, 6
-    assert computed_prompts(args, shapes["7b", 32]) == 2
+    assert computed_prompts(args, shapes["7b", 32], policies["7b"]) == 2
 
 
-def computed_prompts(args, shape) -> float:
+def computed_prompts(args, shape, policy) -> float:
     """How many times a token of the prompts counts."""
+    once = has_prompts_once(args, policy, None)
     one, more = (
-        estimate(args, shape, torch.bfloat16, tokens, CARDS["H200"]).training["checkpoints"] for tokens in (0, 1)
+        estimate(args, shape, torch.bfloat16, tokens, CARDS["H200"], once).training["checkpoints"] for tokens in (0, 1)
     )
     return (more - one) / (2 * shape.hidden * shape.layers)
 

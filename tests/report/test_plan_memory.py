@@ -1,22 +1,25 @@
 """The parts of a plan's memory that a CPU can show, against the bytes that the tensors of a run take."""
 
 from collections.abc import Iterable
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
 import torch
 from embedded import engine
-from tiny import HYBRIDS, MIXTURES, tiny_model
+from tiny import HYBRIDS, MIXTURES, tiny_model, tiny_tokenizer
 from torch import Tensor
 from training import config, lora, make
-from transformers import Qwen3MoeConfig, TrainerCallback
+from transformers import Blip2Processor, BlipImageProcessorPil, Qwen3MoeConfig, TrainerCallback
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
 from trl_quant.formats import FORMATS
 from trl_quant.layers import EngineExperts, EngineLinear, UnifiedLinear, weight_only
 from trl_quant.report import memory
 from trl_quant.report.measured import cost
-from trl_quant.report.memory import BF16_BYTES, Shape, estimate
+from trl_quant.report.memory import BF16_BYTES, Shape, estimate, has_prompts_once
+from trl_quant.storage.source import skeleton
+from trl_quant.trainers.packing import packed_rows
 
 
 def taken(tensors: Iterable[Tensor]) -> int:
@@ -107,6 +110,40 @@ def test_a_frozen_layer_states_what_it_decodes_at_a_time(tmp_path, monkeypatch, 
     before = peak()
     monkeypatch.setattr(memory, "BUFFER_BYTES", 2 * weight_only.BUFFER_BYTES)
     assert peak() - before == weight_only.BUFFER_BYTES
+
+
+# Prompts
+
+INT8 = {"rollout_precision": "int8"}
+PROMPTS = [  # family, settings of its config, settings of the run, attention, whether a prompt is computed once
+    ("qwen3", {}, INT8, "sdpa", True),
+    ("qwen3_moe", {}, INT8, "sdpa", True),
+    ("qwen3", {}, {}, "sdpa", False),
+    ("qwen3", {}, {"pack_sequences": True}, "sdpa", True),
+    ("qwen3", {}, INT8 | {"pack_sequences": False}, "sdpa", False),
+    ("qwen3", {}, INT8 | {"neftune_noise_alpha": 5.0}, "sdpa", False),
+    ("qwen3", {}, INT8, "eager", False),
+    ("qwen3", {}, INT8, "flash_attention_2", False),
+    ("olmo", {"attention_dropout": 0.1}, INT8, "sdpa", False),
+    ("gemma2", {}, INT8, "sdpa", False),
+    ("gemma2", {"attn_logit_softcapping": None}, INT8, "sdpa", True),
+    ("qwen3_5_text", {}, INT8, "sdpa", False),
+]
+
+
+@pytest.mark.parametrize(("family", "sizes", "settings", "attention", "once"), PROMPTS)
+def test_a_prompt_counts_as_the_trainer_computes_it(tmp_path, family, sizes, settings, attention, once):
+    """The plan knows no model that is loaded, and asks one without weights."""
+    model = tiny_model(family, **sizes)
+    policy = skeleton(deepcopy(model.config), False)
+    trainer = make(QuantGRPOTrainer, config(QuantGRPOConfig, tmp_path, **settings), model=model)
+    model.config._attn_implementation = attention  # by its name: this machine may lack its library
+    rows = packed_rows(trainer)
+    assert (rows is not None and rows.keywords["shares"]) == once
+    run = config(QuantGRPOConfig, tmp_path, model_init_kwargs={"attn_implementation": attention}, **settings)
+    for _ in range(2):
+        assert has_prompts_once(run, policy, tiny_tokenizer()) == once
+    assert not has_prompts_once(run, policy, Blip2Processor(BlipImageProcessorPil(), tiny_tokenizer()))
 
 
 # Mixtures of experts

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 import torch
 from peft import LoraConfig
-from transformers import PreTrainedConfig
+from transformers import PreTrainedModel
 
 from ..run_spec import default_lora_sync
-from .memory import Memory, Shape, estimate
+from .memory import Memory, Shape, estimate, has_prompts_once
 
 
 BASE = "nvfp4"  # precision of the frozen base that is proposed
@@ -28,7 +28,8 @@ class Planned:
 
     Attributes:
         args ([`~config.fields.QuantFields`]): Its settings, with a `max_completion_length`.
-        config ([`~transformers.PreTrainedConfig`]): The model's config.
+        policy ([`~transformers.PreTrainedModel`]): The model on the meta device, without the adapter.
+        processing_class: Its tokenizer or processor.
         shape ([`~report.memory.Shape`]): The model's sizes, with the adapter's.
         dtype (`torch.dtype`): Type in which the policy is loaded.
         prompt (`int`): Tokens of the longest prompt.
@@ -38,7 +39,8 @@ class Planned:
     """
 
     args: object
-    config: PreTrainedConfig
+    policy: PreTrainedModel
+    processing_class: object
     shape: Shape
     dtype: torch.dtype
     prompt: int
@@ -47,7 +49,8 @@ class Planned:
     gpus: int = 1
 
     def memory(self) -> Memory:
-        found = estimate(self.args, self.shape, self.dtype, self.prompt, self.card)
+        once = has_prompts_once(self.args, self.policy, self.processing_class)
+        found = estimate(self.args, self.shape, self.dtype, self.prompt, self.card, once)
         if self.gpus == 1:
             return found
         held = {name: size // (self.gpus if name in SHARED_BY_RANKS else 1) for name, size in found.held.items()}
@@ -114,7 +117,7 @@ def smaller_micro_batch(run: Planned) -> Iterator[tuple[str, Planned]]:
 
 def new_adapter(run: Planned) -> Iterator[tuple[str, Planned]]:
     if not run.shape.adapter and not run.args.spec.training.is_qat:
-        shape = Shape.of(run.config, LoraConfig(r=RANK, target_modules="all-linear"))
+        shape = Shape.of(run.policy.config, LoraConfig(r=RANK, target_modules="all-linear"))
         yield f"`use_peft`=True (LoRA of rank {RANK})", replace(run.having(is_adapted=True), shape=shape)
 
 

@@ -39,14 +39,17 @@ import torch
 import transformers
 from peft import PeftConfig, get_peft_model
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ..config import QuantGRPOConfig
+from ..config.packed import why_not_packed
 from ..formats import FORMATS
 from ..layers.weight_only import BUFFER_BYTES
-from ..models.families import EXPERT_PARTS, families_with
+from ..models.families import EXPERT_PARTS
 from ..models.linears import LinearLayer, linears
+from ..policy.exact.model import ENGINES_ATTENTION
 from ..policy.hybrids import is_hybrid, states_of
+from ..policy.packed import accept_packed_rows, attention_of, shares_prompts
 from ..precisions import PRECISIONS, unified_flows, with_products
 from ..rollout.embedded.diffusion import CHUNK, TOKENS_AT_ONCE
 from ..rollout.verify.kv_cache import CACHE_FORMATS
@@ -120,7 +123,6 @@ class Shape:
         experts (`int`): Parameters of all routed experts; 0 in a dense model.
         per_token (`int`): Number of experts that a token reaches in a layer; 0 in a dense model.
         active (`int`): Parameters that compute a token, which are those of `per_token` experts and all others.
-        shares (`bool`): Whether a packed row has the prompt of several completions once.
     """
 
     linear: int
@@ -137,7 +139,6 @@ class Shape:
     experts: int
     per_token: int
     active: int
-    shares: bool
 
     @property
     def parameters(self) -> int:
@@ -190,7 +191,6 @@ class Shape:
             experts=experts,
             per_token=per_token,
             active=parameters - asleep,
-            shares=text.model_type in families_with("packs") and not is_hybrid(model),
         )
 
     def cache(self, sequences: int, tokens: int, size: int, wide: int) -> int:
@@ -240,7 +240,40 @@ class Memory:
         return self.peak + BESIDE
 
 
-def estimate(args: QuantGRPOConfig, shape: Shape, dtype: torch.dtype, prompt: int, card: int) -> Memory:
+def has_prompts_once(args: QuantGRPOConfig, policy: PreTrainedModel, processing_class) -> bool:
+    """
+    Whether the trainer of a run computes a prompt once for its completions in a micro-batch. The policy is asked what
+    [`~trainers.packing.packed_rows`] asks of a loaded one. It stays as it is.
+
+    Args:
+        args ([`QuantGRPOConfig`]): The run's settings.
+        policy ([`~transformers.PreTrainedModel`]): The policy, with or without its weights, and without an adapter.
+        processing_class: The policy's tokenizer or processor.
+    """
+    if args.spec.packs is False or why_not_packed(args, policy.config, processing_class) is not None:
+        return False
+    if is_hybrid(policy):  # its kernels, which decide whether it packs, cannot run without weights
+        return False
+    own, given = attention_of(policy), (args.model_init_kwargs or {}).get("attn_implementation")
+    # By its name alone, since another machine may have the library that this one lacks
+    policy.config._attn_implementation = ENGINES_ATTENTION if args.exact_rollouts else given or own
+    try:
+        accept_packed_rows(policy)
+        return shares_prompts(policy)
+    except ValueError:
+        return False
+    finally:
+        policy.config._attn_implementation = own
+
+
+def estimate(
+    args: QuantGRPOConfig,
+    shape: Shape,
+    dtype: torch.dtype,
+    prompt: int,
+    card: int,
+    prompts_once: bool = False,
+) -> Memory:
     """
     Estimates the memory of one GPU that holds the whole policy, without FSDP or DeepSpeed.
 
@@ -250,6 +283,8 @@ def estimate(args: QuantGRPOConfig, shape: Shape, dtype: torch.dtype, prompt: in
         dtype (`torch.dtype`): Type in which the policy is loaded.
         prompt (`int`): Tokens of the longest prompt.
         card (`int`): Bytes of the GPU. vLLM takes a share of them.
+        prompts_once (`bool`, *optional*, defaults to `False`):
+            Whether a prompt is computed once for its completions in a micro-batch, as [`has_prompts_once`] says.
 
     Returns:
         [`Memory`]: The estimate.
@@ -263,7 +298,10 @@ def estimate(args: QuantGRPOConfig, shape: Shape, dtype: torch.dtype, prompt: in
         sampling["engine"] = engine
     else:
         held["engine"] = engine
-    return Memory(held, _training(args, shape, dtype, prompt), sampling)
+    rows = args.per_device_train_batch_size
+    prompts = _most_prompts(args, rows) if prompts_once else rows
+    tokens = rows * args.max_completion_length + prompts * prompt
+    return Memory(held, _training(args, shape, dtype, tokens), sampling)
 
 
 def _held(args, shape: Shape, dtype: torch.dtype) -> dict[str, int]:
@@ -362,10 +400,9 @@ def _vllm(args, shape: Shape, card: int) -> tuple[int, int]:
     return least, max(round(args.vllm_gpu_memory_utilization * card) - least, 0)
 
 
-def _training(args, shape: Shape, dtype: torch.dtype, prompt: int) -> dict[str, int]:
+def _training(args, shape: Shape, dtype: torch.dtype, tokens: int) -> dict[str, int]:
+    """Returns the bytes of a micro-batch of so many `tokens`."""
     adapted, mixed = shape.adapter > 0, args.bf16 or args.fp16
-    rows = args.per_device_train_batch_size
-    tokens = rows * args.max_completion_length + _prompts(args, shape, rows) * prompt
     gradients = FP32_BYTES * shape.adapter if adapted else dtype.itemsize * shape.parameters
     stream = dtype.itemsize * shape.hidden * tokens  # one copy of the residual stream
     kind = WORK[_kind(args, adapted)]
@@ -384,10 +421,8 @@ def _training(args, shape: Shape, dtype: torch.dtype, prompt: int) -> dict[str, 
     return {"gradients": gradients, "checkpoints": stream * shape.layers, "work": work}
 
 
-def _prompts(args, shape: Shape, rows: int) -> int:
-    """Returns how many prompts a micro-batch of `rows` completions computes at most."""
-    if args.spec.packs is False or not shape.shares:
-        return rows
+def _most_prompts(args, rows: int) -> int:
+    """Returns of how many prompts a micro-batch of `rows` completions can be."""
     groups, rest = divmod(rows * args.steps_per_generation, args.num_generations)
     return min(rows, groups + 2 * bool(rest))  # a rank may have parts of two more groups
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
 from ..config.before_loading import check_before_loading
 from ..config.checks import check_what
+from ..config.data import read_processing_class
 from ..config.fields import QuantFields
 from ..config.given import Given
 from ..config.lengths import context_of, measured
@@ -25,6 +26,7 @@ from ..models.positions import switching
 from ..policy.frozen import on_frozen_base
 from ..precisions import bitsandbytes_bases
 from ..reading import reading
+from ..storage.source import skeleton
 from .cures import Planned, cures
 from .measured import cost
 from .memory import BESIDE, Memory, Shape, cache_of, completions_in_flight
@@ -108,13 +110,16 @@ def make_plan(
         )
 
     init = args.model_init_kwargs or {}
-    options = {"revision": init.get("revision"), "trust_remote_code": args.trust_remote_code}
+    # As the trainer's model has it: other arguments of a model replace fields of its config
+    options = {name: value for name, value in init.items() if name not in ("attn_implementation", "dtype")}
     with reading(model):
-        config = AutoConfig.from_pretrained(model, **options)
-        tokenizer = AutoTokenizer.from_pretrained(model, **options)
+        config = AutoConfig.from_pretrained(model, **options | {"trust_remote_code": args.trust_remote_code})
+    processing_class = given["processing_class"]
+    if processing_class is None:
+        processing_class = read_processing_class(model, args)
     dtype = _dtype(init.get("dtype", "float32"), config)
     shape = Shape.of(config, peft_config)
-    lengths = measured("train_dataset", train_dataset, tokenizer, template=args.chat_template_kwargs)
+    lengths = measured("train_dataset", train_dataset, processing_class, template=args.chat_template_kwargs)
     prompt = lengths.longest
     total = number_of_steps(args, len(train_dataset))
 
@@ -145,7 +150,8 @@ def make_plan(
         lines.append(f"Memory: not estimated with a {'critic' if args.has_critic else 'teacher'}")
     else:
         place, card = _card(card, on_cpu)
-        planned = Planned(args, config, shape, dtype, prompt, card, on_cpu)
+        policy = skeleton(config, args.trust_remote_code)
+        planned = Planned(args, policy, processing_class, shape, dtype, prompt, card, on_cpu)
         memory = planned.memory()
         lines += _memory_lines(memory, place, card)
         if shape.experts:
