@@ -190,6 +190,8 @@ def test_sampling_while_training():
     assert f"in {min(others):.2f} to {max(others):.2f} s (without the first, {first:.2f} s)" in page
     first, *others = logged["perf/fwd_bwd_s"]
     assert f"passes took {first:.1f} s, those of the others {min(others):.1f} to {max(others):.1f} s" in page
+    slower = f"beside a sampling server took {min(others) / first:.1f} to {max(others) / first:.1f} times as long as"
+    assert f"the passes of an update {slower} those of the first one" in " ".join(TEXTS["docs/async.md"].split())
     assert (
         f"commit {raw['commit']}, load {raw['load']:.1f}" in page and raw["command"].split("--completions")[1] in page
     )

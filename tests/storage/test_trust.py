@@ -292,7 +292,7 @@ def connect(url: str, model: str, trust: bool, tmp_path, monkeypatch, **options)
     """A trainer of a BF16 server, up to where weights would travel."""
     from trl_quant.rollout.vllm import client
 
-    monkeypatch.setattr(client.Client, "ask_workers", lambda self, method: [])
+    monkeypatch.setattr(client.Client, "init_communicator", lambda self, device: self.check(self))
     settings = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "rollout_precision": "bf16"}
     args = config(QuantGRPOConfig, tmp_path / "out", trust_remote_code=trust, **settings | options)
     return make(QuantGRPOTrainer, args, model)

@@ -242,7 +242,10 @@ def test_what_a_server_must_not_do(sampler):
     info["parallel_config"]["enable_expert_parallel"] = True
     (fault,) = sampler.unfit_options(info, sampler.model.config)
     assert fault.startswith("`--enable-expert-parallel`, with which vLLM crashes on a CPU")
-    info["parallel_config"]["enable_expert_parallel"] = False
+    info["parallel_config"] |= {"enable_expert_parallel": False, "data_parallel_size": 2}
+    (fault,) = sampler.unfit_options(info, sampler.model.config)
+    assert fault.startswith("`--data-parallel-size 2`, of whose engines only the first one's answers arrive")
+    info["parallel_config"]["data_parallel_size"] = 1
     info["model_config"]["quantization"] = "fp8_per_channel"  # of routers too
     (fault,) = sampler.unfit_options(info, sampler.model.config)
     assert fault == "the precision 'fp8_per_channel', and `rollout_precision`='bf16'"

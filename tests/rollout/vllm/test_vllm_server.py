@@ -4,11 +4,13 @@ Trainer and server share memory for the weights, as they are on one device. NCCL
 """
 
 import json
+import tempfile
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
 import pytest
+import requests
 import torch
 from accelerate import Accelerator
 from long_tests import rest_is_long
@@ -121,6 +123,8 @@ def test_server_that_reports_raw_logprobs_and_takes_no_weights(tmp_path, model, 
     info = PydanticVllmConfig.dump_python(settings.create_engine_config(), mode="json", fallback=str)
     assert info["speculative_config"] is None
     info["speculative_config"] = {"method": "ngram"}
+    assert info["parallel_config"]["data_parallel_size"] == 1
+    info["parallel_config"]["data_parallel_size"] = 2
     info["cache_config"] |= {"cache_dtype": "nvfp4", "calculate_kv_scales": True}
     answers = StandIn.answers | {"/server_info?config_format=json": {"vllm_config": info}}
     monkeypatch.setattr(StandIn, "answers", answers)
@@ -128,6 +132,7 @@ def test_server_that_reports_raw_logprobs_and_takes_no_weights(tmp_path, model, 
     wrong, command = text.split("Start it")
     assert "`--kv-cache-dtype nvfp4`, and the self-check computes auto, bf" in wrong and "-kv-scales`, whose" in wrong
     assert "`--speculative-config`, whose log-probabilities may be wrong" in wrong
+    assert "`--data-parallel-size 2`, of whose engines only the first one's answers arrive" in wrong
     assert "raw_logprobs" in wrong and "no `--weight-transfer-config`" in wrong and "precision" not in wrong
     assert "--logprobs-mode processed_logprobs" in command
     assert "--worker-extension-cls trl_quant.rollout.vllm_server_worker.WorkerExtension" in command
@@ -223,6 +228,44 @@ def test_server_that_misses_a_sync(tmp_path, model, servers, monkeypatch):
     monkeypatch.setattr(client, "filled", lambda memory, stream: [] if list(stream) else None)
     with pytest.raises(RuntimeError, match="stale: the engine computes the same as before"):
         trainer.check_sync()
+
+
+def test_memory_that_the_server_does_not_see(tmp_path, model, servers, monkeypatch):
+    """It is found before a step, and in a sync before the server pauses; the server does not make the file."""
+    trainer, share = trainer_of(tmp_path, servers["bf16"], model, "bf16", max_steps=1), client.shared_memory
+
+    def elsewhere(size, device, have_opened):
+        return share(size, device, lambda handle: have_opened([f"{handle[0]}-of-another-container"]))
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with monkeypatch.context() as patched:
+        patched.setattr(client, "shared_memory", elsewhere)
+        with pytest.raises(RuntimeError, match=r"failed at the first tensor: .* FileNotFoundError: ") as error:
+            trainer.train()
+        assert "one container" in str(error.value) and "in the middle of an update" not in str(error.value)
+        text = refusal(tmp_path, servers["bf16"], model, "bf16")
+    assert f"server at {servers['bf16']} is on the trainer's device, and its workers cannot read" in text
+    assert not list(tmp_path.glob("trl-quant-weights-*"))
+    assert served(trainer.vllm_generation.vllm_client)  # not paused
+    trainer_of(tmp_path, servers["bf16"], model, "bf16").check_sync()
+
+
+def test_a_run_that_ends_in_a_sync(tmp_path, model, servers, monkeypatch):
+    """The next one is told, where vLLM would answer its sync with a status alone."""
+
+    def ended(memory, stream):
+        raise RuntimeError("killed.")
+
+    trainer = trainer_of(tmp_path, servers["bf16"], model, "bf16", max_steps=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(client, "filled", ended)
+        with pytest.raises(RuntimeError, match=r"killed\. The server may wait in the middle of an update: restart it"):
+            trainer.train()
+    text = refusal(tmp_path, servers["bf16"], model, "bf16")
+    assert f"at {servers['bf16']} stands in the middle of an update of a run that has ended" in text
+    for end in ("finish_weight_update", "resume"):  # no weights have come, and it has those from before
+        requests.post(f"{servers['bf16']}/{end}").raise_for_status()
+    trainer_of(tmp_path, servers["bf16"], model, "bf16").check_sync()
 
 
 def test_a_server_that_computes_nan(tmp_path, model, servers, monkeypatch):

@@ -12,6 +12,7 @@ A server that was restarted after the sync has its checkpoint's weights and no t
 synced since has that run's token, or none if that run does not know of tokens, as TRL's own trainers do not.
 """
 
+import os
 import socket
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ from trl.generation.vllm_client import VLLMClient
 from ..address import without_password
 from ..answers import fault_of_end, fault_of_samples
 from ..limits import called_within, finished_within
-from .same_device import bytes_to_share, filled, place_of, shared_memory
+from .same_device import bytes_to_share, filled, how_to_share, place_of, shared_memory
 from .support import require_nccl
 
 
@@ -40,6 +41,16 @@ DROPPED = "abort"  # vLLM's reason for the end of a completion that was ended fr
 # What vLLM adds to a request's name, before and after it: for tokens, and for tokens with features of images
 ENDPOINTS = {"cmpl": "-0", "generate-tokens": ""}
 ANSWER_SHOWN = 200  # characters of an answer that an error message shows
+# Why a server is refused of which some workers are on the trainer's device, and others are not
+ALONE = (
+    "NCCL refuses two ranks on one GPU, so weights reach these through shared memory alone, and the others over NCCL "
+    "alone. Start the server on the trainer's GPU and no other, or on other GPUs."
+)
+ON_ONE_HOST = (
+    "NCCL does not run on a CPU, so weights reach a worker through shared memory alone. Start the server on the "
+    "trainer's host alone."
+)
+TRIED = 256  # bytes of the memory that is shared with a server once, to see whether it can be
 # Seconds that a transfer may take beyond the limit of its requests. A request then fails first, with a better message
 TRANSFER_SLACK = 10.0
 
@@ -165,7 +176,10 @@ class Client(VLLMClient):
         """Calls a method of [`~transfer.WorkerExtension`] in each of the server's workers; returns the results."""
         call = {"method": method, "kwargs": arguments}
         with self._foreign_answers_explained(f"a call of `{method}`"):
-            return self._post(f"{self.base_url}/collective_rpc", json=call)["results"]
+            results = self._post(f"{self.base_url}/collective_rpc", json=call)["results"]
+            if not results:
+                raise IndexError("the result of no worker")
+            return results
 
     # Weights: requests with the client's limit. Between devices, a broadcast over NCCL at the same time may hang in C
 
@@ -175,21 +189,56 @@ class Client(VLLMClient):
         this process, if they are on the same device.
 
         Raises:
-            `ValueError`: Some of the workers are on this device, and others are not.
+            `ValueError`: Some of the workers are on this device, and others are not; all are, and cannot share memory;
+                or the server stands in the middle of an update.
         """
         self.check(self)
-        on_same = [place == place_of(device) for place in self.ask_workers("connect")]
+        places = self.ask_workers("connect")
+        if None in places:
+            raise ValueError(
+                f"The vLLM server at {self.shown} stands in the middle of an update of a run that has ended, or that "
+                "still uses it. Restart it, and give each run a server of its own."
+            )
+        on_same = [place == place_of(device) for place in places]
         if all(on_same):
             self.shared_on = device
+            self._try_sharing()
             return
         if any(on_same):
             raise ValueError(
-                f"The vLLM server at {self.shown} has {len(on_same)} GPUs, of which the trainer uses one. NCCL cannot "
-                "send weights to it. Start the server on other GPUs, or on the trainer's alone."
+                f"The vLLM server at {self.shown} has {len(on_same)} workers, {sum(on_same)} of them on the trainer's "
+                f"device. {ALONE if device.type == 'cuda' else ON_ONE_HOST}"
             )
         self._require_free_port()
         self._transfer("join the workers for the transfer of weights", super().init_communicator, device)
         require_nccl(self.communicator, "in the trainer's process")
+
+    def _try_sharing(self) -> None:
+        """Raises `ValueError` unless what this process writes into shared memory arrives in all workers."""
+        drawn = os.urandom(TRIED)  # not from torch's random state, which is the run's
+        with self._memory_of_workers(TRIED) as memory:
+            for _ in filled(memory, [("drawn", torch.frombuffer(bytearray(drawn), dtype=torch.uint8))]):
+                self._require_sharing(self.ask_workers("why_memory_differs", expected=list(drawn)))
+
+    @contextmanager
+    def _memory_of_workers(self, size: int) -> Iterator[torch.Tensor]:
+        """Context of memory that all workers, on this device, have opened. Raises `ValueError` if one cannot."""
+
+        def have_opened(handle: list) -> None:
+            self._require_sharing(self.ask_workers("open_memory", size=size, handle=handle))
+
+        with shared_memory(size, self.shared_on, have_opened) as memory:
+            yield memory
+            self.ask_workers("close_memory")
+
+    def _require_sharing(self, faults: list[str | None]) -> None:
+        """Raises `ValueError` if a worker has told a fault of shared memory."""
+        reasons = sorted({fault for fault in faults if fault is not None})
+        if reasons:
+            raise ValueError(
+                f"The vLLM server at {self.shown} is on the trainer's device, and its workers cannot read the memory "
+                f"in which the trainer shares weights: {'; '.join(reasons)}. {how_to_share(self.shared_on)}"
+            )
 
     def _require_free_port(self) -> None:
         """
@@ -210,12 +259,19 @@ class Client(VLLMClient):
 
     def update_named_params(self, metadata, named_params) -> None:
         self.require_token()  # a restarted server would not join the broadcast
-        send = super().update_named_params if self.shared_on is None else self._share
+        if self.shared_on is None:
+            self._update(super().update_named_params, metadata, named_params)
+            return
+        with self._memory_of_workers(bytes_to_share(metadata)) as memory:
+            self._update(self._share, memory, named_params)
+
+    def _update(self, send: Callable, *args) -> None:
+        """Calls `send`, which updates weights, while the server computes nothing."""
 
         def update() -> None:
             # The engine would end if a request of another client ran on a model that is half loaded
             self._post(f"{self.base_url}/pause", params={"mode": "keep"})
-            send(metadata, named_params)
+            send(*args)
             self._post(f"{self.base_url}/resume")
 
         try:
@@ -225,18 +281,14 @@ class Client(VLLMClient):
                 f"{error} The server may wait in the middle of an update: restart it before a run uses it again."
             ) from error
 
-    def _share(self, metadata, named_params) -> None:
-        """Sends weights in memory that the workers, on the same device, have opened."""
-        size = bytes_to_share(metadata)
-        with shared_memory(size, self.shared_on) as (memory, handle):
-            self.ask_workers("open_memory", size=size, handle=handle)
-            self._post(f"{self.base_url}/start_weight_update", json={})
-            for announced in filled(memory, named_params):
-                names, dtype_names, shapes = map(list, zip(*announced, strict=True))
-                info = {"names": names, "dtype_names": dtype_names, "shapes": shapes}
-                self._post(f"{self.base_url}/update_weights", json={"update_info": info})
-            self._post(f"{self.base_url}/finish_weight_update", json={})
-            self.ask_workers("close_memory")
+    def _share(self, memory: torch.Tensor, named_params) -> None:
+        """Sends weights in memory that the workers have opened."""
+        self._post(f"{self.base_url}/start_weight_update", json={})
+        for announced in filled(memory, named_params):
+            names, dtype_names, shapes = map(list, zip(*announced, strict=True))
+            info = {"names": names, "dtype_names": dtype_names, "shapes": shapes}
+            self._post(f"{self.base_url}/update_weights", json={"update_info": info})
+        self._post(f"{self.base_url}/finish_weight_update", json={})
 
     def differing_weight(self, format: str | None, metadata, named_params) -> str | None:
         """

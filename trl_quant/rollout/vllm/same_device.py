@@ -4,6 +4,7 @@ A transfer of weights between processes on one device, which NCCL refuses on a G
 The trainer fills memory that a server's workers have opened: on a GPU by CUDA IPC, on a CPU as a file that both map.
 
     trainer                                      workers
+    makes the memory   -- how to open it -------->  open it
     fills the memory   -- names, types, shapes -->  copy the tensors out of it and load them
     fills it again     <---- done ---------------
 """
@@ -12,7 +13,7 @@ import math
 import os
 import socket
 from base64 import b64decode, b64encode
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from tempfile import NamedTemporaryFile
 
@@ -42,29 +43,63 @@ def place_of(device: torch.device) -> str:
 def bytes_to_share(announced: Iterable[Announced]) -> int:
     """Returns how much memory is shared for these tensors: for all of them up to `SHARED`, and for the largest."""
     sizes = [_occupied(each) for each in announced]
-    return max(min(sum(sizes), SHARED), *sizes)
+    return max(min(sum(sizes), SHARED), *sizes, ALIGNED)  # no file is mapped that has no bytes
 
 
 @contextmanager
-def shared_memory(size: int, device: torch.device) -> Iterator[tuple[Tensor, list]]:
+def shared_memory(size: int, device: torch.device, have_opened: Callable[[list], None]) -> Iterator[Tensor]:
     """
-    Context of memory that other processes on the device can open.
+    Context of memory that other processes on the device have opened: (size,), UINT8.
 
-    Returns:
-        `tuple[torch.Tensor, list]`: (size,), UINT8, and what [`opened`] needs, as JSON takes it.
+    Args:
+        size (`int`): Bytes of the memory.
+        device (`torch.device`): The device of all these processes.
+        have_opened (`Callable[[list], None]`):
+            Called with what [`opened`] needs, as JSON takes it. It has the other processes open the memory. The file of
+            a CPU is deleted then, so that none is left behind if this process is killed.
+
+    Raises:
+        `OSError`: The disk has no room for the file.
     """
     if device.type == "cuda":
         memory = torch.empty(size, dtype=torch.uint8, device=device)
         _, (*_, handle, length, offset, _, counter, number, event, waits) = reduce_tensor(memory)
-        yield memory, [_text(handle), length, offset, _text(counter), number, _text(event), waits]
+        have_opened([_text(handle), length, offset, _text(counter), number, _text(event), waits])
+        yield memory
         return
     with NamedTemporaryFile(prefix="trl-quant-weights-") as file:
-        os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error here, and would end the process later
-        yield _mapped(file.name, size), [file.name]
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)  # without it a full disk would end the process later
+        except OSError as error:
+            raise OSError(
+                f"{os.path.dirname(file.name)} has no room for the {size / 2**20:.0f} MiB in which weights travel to a "
+                f"server on this CPU: {error}. Make room there, or set `TMPDIR` to a directory that has it and that "
+                "the server sees too."
+            ) from error
+        memory = _mapped(file.name, size)
+        have_opened([file.name])
+    yield memory  # what is mapped stays when its file is deleted
+
+
+def how_to_share(device: torch.device) -> str:
+    """Returns what to do if another process on the device cannot open [`shared_memory`], for a message."""
+    if device.type == "cuda":
+        return (
+            "Run both in one container. Between two, CUDA IPC must be allowed. `expandable_segments:True` in the "
+            "trainer's `PYTORCH_CUDA_ALLOC_CONF` is known to break it in containers without privileges "
+            "(`pidfd_getfd: Operation not permitted`): leave it out."
+        )
+    return (
+        "Run both in one container and as one user. In two, both must see the trainer's directory for temporary files: "
+        "let them have the same /tmp, or set the trainer's `TMPDIR` to a directory that both see."
+    )
 
 
 def opened(size: int, handle: list, device: torch.device) -> Tensor:
-    """Returns the [`shared_memory`] of another process, which keeps it on a GPU until this tensor is gone."""
+    """
+    Returns the [`shared_memory`] of another process, which keeps it on a GPU until this tensor is gone. Raises an error
+    of any class if this process cannot open it.
+    """
     if device.type != "cuda":
         (name,) = handle
         return _mapped(name, size)
@@ -101,7 +136,16 @@ def read(memory: Tensor, announced: Iterable[Announced]) -> list[tuple[str, Tens
 
 
 def _mapped(name: str, size: int) -> Tensor:
-    """Returns a file's bytes, shared with all that map it."""
+    """
+    Returns a file's bytes, shared with all that map it.
+
+    Raises:
+        `OSError`: There is no such file here. `from_file` would make one of zeros.
+        `ValueError`: It has another size. `from_file` would enlarge it.
+    """
+    found = os.path.getsize(name)
+    if found != size:
+        raise ValueError(f"{name} has {found} bytes here, and {size} where it was made")
     return torch.from_file(name, True, size, dtype=torch.uint8)
 
 

@@ -192,6 +192,12 @@ class VLLMServerEngine(VLLMBase):
         if cache.get("calculate_kv_scales"):
             faults.append("`--calculate-kv-scales`, whose scales are stale after the first sync")
         parallel = info.get("parallel_config") or {}
+        engines = parallel.get("data_parallel_size", 1)
+        if engines > 1:
+            faults.append(
+                f"`--data-parallel-size {engines}`, of whose engines only the first one's answers arrive: what the "
+                "others compute, and whether they have the policy's weights, could not be checked"
+            )
         if self.has_experts and parallel.get("enable_expert_parallel"):
             faults.append("`--enable-expert-parallel`, with which vLLM crashes on a CPU, and which a GPU has not shown")
         precisions = _served_precisions(served, config)
@@ -212,6 +218,7 @@ class VLLMServerEngine(VLLMBase):
         if sent not in self._announced:  # the server needs the metadata of all tensors before the first one
             of_all = {key: tensors for key, tensors in self._announced.items() if key is None}
             self._announced = of_all | {sent: announcement(self.stream(groups, measured=False))}
+            self.streaming = "the first tensor"  # none of those that were announced has failed
         if self.accelerator.is_main_process and self._announced[sent]:
             announced = self._announced[sent]
             self.vllm_client.update_named_params(announced, as_announced(announced, self.stream(groups)))

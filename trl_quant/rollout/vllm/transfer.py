@@ -40,19 +40,24 @@ class ReloadBracket:
     Attributes:
         comparison ([`~worker.WeightComparison`] or `None`):
             Compares the tensors of the next update, which are then not loaded; `None` for an update of the weights.
+        is_updating (`bool`):
+            Whether an update or a comparison has begun and has not come to its end. Another run cannot end it: vLLM
+            would fill the rest of a layer that is half loaded with whatever the memory holds, or with weights of both.
     """
 
     comparison: WeightComparison | None = None
+    is_updating = False
 
     def init_transfer_engine(self, init_info) -> None:
         self.forget_run()
         super().init_transfer_engine(init_info)
 
     def forget_run(self) -> None:
-        """Forgets what a run that was killed has begun."""
+        """Forgets the comparison that a run has asked for and not begun, or not asked the result of."""
         self.comparison = None
 
     def start_weight_update(self) -> None:
+        self.is_updating = True
         if self.comparison is not None:
             return
         SyncToken.held = None
@@ -70,10 +75,13 @@ class ReloadBracket:
         with default_dtype(self.model_config.dtype):
             super().receive_weights(update_info)
 
-    @torch.no_grad()
     def finish_weight_update(self) -> None:
-        if self.comparison is not None:
-            return
+        if self.comparison is None:
+            self._finish_reload()
+        self.is_updating = False
+
+    @torch.no_grad()
+    def _finish_reload(self) -> None:
         SyncToken.held = None
         with default_dtype(self.model_config.dtype), without_warnings():  # a sync sends only what has changed
             super().finish_weight_update()
@@ -106,9 +114,10 @@ class SharedOrNCCL(NCCLWeightTransferEngine):
 
 
 class WeightTransfer(ReloadBracket, SharedOrNCCL):
-    """The weight transfer with the steps of a reload. It forgets the memory of a run that was killed, too."""
+    """The weight transfer with the steps of a reload."""
 
     def forget_run(self) -> None:
+        """Forgets the memory that a run has shared and not closed, too."""
         super().forget_run()
         self.memory = None
 
@@ -116,14 +125,34 @@ class WeightTransfer(ReloadBracket, SharedOrNCCL):
 class WorkerExtension:
     """The class to name on vLLM's command line. vLLM adds its methods to the worker."""
 
-    def connect(self) -> str:
-        """Forgets the last run, and returns the [`place_of`] the worker's device."""
+    def connect(self) -> str | None:
+        """
+        Returns the [`place_of`] the worker's device, and forgets what a run that was killed outside of an update has
+        left here; `None` in the middle of an update, of which nothing is forgotten.
+        """
+        if self.weight_transfer_engine.is_updating:
+            return None
         self.weight_transfer_engine.forget_run()
         return place_of(self.device)
 
-    def open_memory(self, size: int, handle: list) -> None:
-        """Has updates of weights read from the memory that a trainer shares, see [`~same_device.opened`]."""
-        self.weight_transfer_engine.memory = opened(size, handle, self.device)
+    def open_memory(self, size: int, handle: list) -> str | None:
+        """
+        Has updates of weights read from the memory that a trainer shares, see [`~same_device.opened`]. Returns why this
+        process cannot open it; `None` if it has.
+        """
+        try:
+            self.weight_transfer_engine.memory = opened(size, handle, self.device)
+        except Exception as error:  # raised here, it would reach the trainer as a status without words
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def why_memory_differs(self, expected: list[int]) -> str | None:
+        """Returns why the memory of [`open_memory`] is not the trainer's, which has these bytes; `None` if it is."""
+        try:
+            found = self.weight_transfer_engine.memory.tolist()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return None if found == expected else "they read other bytes than the trainer has written"
 
     def close_memory(self) -> None:
         """Gives the trainer's memory back."""
