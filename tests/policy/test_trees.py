@@ -3,12 +3,21 @@
 import pytest
 import torch
 from packed_rows import WINDOWS
-from tiny import tiny_model
-from transformers import AttentionInterface, Gemma2Config, GptOssConfig, Qwen3NextConfig
+from tiny import SIZES, tiny_model
+from torch import nn
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GptOssConfig,
+    Qwen3NextConfig,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from tree_rows import CAN_GROW, alone, apart, model_of, samples, together
+from trl.trainer.utils import add_fused_lm_head
 
-from trl_quant.policy.trees import TREES, why_no_tree
+from trl_quant.policy.trees import IGNORE_TRIES, TREES, attend_tree, check_tree, why_no_tree
 
 
 @pytest.mark.parametrize("family", CAN_GROW)
@@ -50,7 +59,98 @@ def test_what_ignores_the_trie_is_found():
     assert apart(together(model), alone(model_of("qwen3", "eager"))) > 0.1
 
 
+class InPlace(nn.Module):
+    """A model that takes positions from a token's place in its row."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, position_ids=None, **row):
+        return self.model(**row)
+
+
+def other(family: str, **settings):
+    """A model of a family that is not in the table, with weights large enough for its attention to matter."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **SIZES | settings)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for param in model.parameters():
+        param.data += 0.1 * torch.randn_like(param)
+    add_fused_lm_head(model, temperature=0.9)
+    return model.train()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", CAN_GROW)
+def test_families_pass_the_check(family, dtype):
+    model = model_of(family, "sdpa").to(dtype)
+    model.lm_head.eval()
+    before = {name: module.training for name, module in model.named_modules()}
+    check_tree(model, model)
+    assert {name: module.training for name, module in model.named_modules()} == before
+    assert model.config._attn_implementation == TREES
+
+
+@pytest.mark.parametrize("family", ["stablelm", "nemotron"])
+def test_layers_that_drop_the_trie_are_found(family):
+    """Plain SDPA over the whole row, as if no trie were given."""
+    model = other(family, max_position_embeddings=128)
+    with pytest.raises(ValueError, match=rf"{type(model).__name__}, does .* nats off .* with QuantGRPOTrainer\.$"):
+        check_tree(model, model)
+
+
+def test_positions_by_place_are_found():
+    model = model_of("qwen3", "sdpa")
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM, does not compute samples that share a row"):
+        check_tree(InPlace(model), model)
+
+
+def test_arguments_that_a_model_does_not_take_are_told():
+    class Strict(InPlace):
+        def forward(self, input_ids, shift_labels, fused_lm_head, attention_mask=None):
+            return self.model(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                shift_labels=shift_labels,
+                fused_lm_head=fused_lm_head,
+            )
+
+    model = model_of("qwen3", "sdpa")
+    with pytest.raises(ValueError, match=r"Qwen3ForCausalLM, .*TypeError: .*position_ids.*QuantGRPOTrainer"):
+        check_tree(Strict(model), model)
+
+
+def test_sinks_are_refused_where_they_arrive():
+    q = torch.randn(1, 4, 3, 16)
+    with pytest.raises(ValueError, match=r"Linear has attention sinks \(`s_aux`\)"):
+        attend_tree(nn.Linear(1, 1), q, q, q, None, scaling=0.25, s_aux=torch.zeros(4))
+
+
+ROPES = {
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [3.0] * 8,
+        "original_max_position_embeddings": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_positions_of_the_longest_row_are_refused(kind):
+    """A row of several samples is longer than each of them."""
+    config = tiny_model("llama").config
+    assert why_no_tree(config) is None
+    config.rope_parameters = ROPES[kind]
+    assert f"has `rope_type`={kind!r}, which changes where a row is longer than" in why_no_tree(config)
+
+
 def test_policies_that_are_refused_by_name():
+    for family in IGNORE_TRIES:
+        assert f"`model_type`={family!r}" in why_no_tree(AutoConfig.for_model(family))
     assert "linear_attention layers" in why_no_tree(Qwen3NextConfig())
     assert "caps the logits" in why_no_tree(Gemma2Config())
     assert why_no_tree(GptOssConfig()) == "has attention sinks"

@@ -48,6 +48,7 @@ TRL_RANGES = {
     "steps_per_generation": Range(1),
     "per_device_eval_batch_size": Range(1),
     "max_tool_calling_iterations": Range(0),
+    "weight_sync_steps": Range(1),
     "vllm_gpu_memory_utilization": Range(0.0, 1.0, open_low=True),
     "learning_rate": Range(0.0),
     "warmup_steps": Range(0.0),

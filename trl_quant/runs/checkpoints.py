@@ -222,6 +222,23 @@ def others_lost(trainer: Trainer) -> Iterator[None]:
 
 
 @contextmanager
+def engine_explained(trainer, engine) -> Iterator[None]:
+    """Context in which an error of a trainer's engine also names the step, and the checkpoint to resume from."""
+    try:
+        yield
+    except ValueError:  # its message already tells the user what to do
+        raise
+    except Exception as error:
+        if is_lost(error):  # `others_lost` adds the explanation
+            raise
+        step, go_on = trainer.state.global_step, how_to_go_on(trainer.args.output_dir)
+        broken = engine.weights.first_non_finite()
+        why = f": the policy's `{broken}` holds NaN or infinity" if broken else ""
+        message = f"The {engine.precision} rollout engine failed at step {step}{why}. {go_on} Cause: {error}"
+        raise RuntimeError(message) from error
+
+
+@contextmanager
 def saving(checkpoint: str) -> Iterator[None]:
     """Context in which a full disk raises an error with the directory, the space left and how to resume the run."""
     try:

@@ -176,7 +176,7 @@ class QuantSampling(QuantPrecision):
         self._engine.noise = self.rollout_noise()
         self.vllm_generation.begin()
         with ExitStack() as turns:
-            with self._engine_errors_explained():
+            with checkpoints.engine_explained(self, self._engine):
                 self._sync()
                 turns.enter_context(self._engine.generation())
             yield
@@ -197,29 +197,13 @@ class QuantSampling(QuantPrecision):
                 return token_ids, None if any(None in row for row in logps) else logps
             return super()._generate_single_turn(prompt_ids, images, multimodal_fields, *args, **kwargs)
         self.vllm_generation.multimodal_fields = multimodal_fields
-        with self._engine_errors_explained():
+        with checkpoints.engine_explained(self, self._engine):
             return super()._generate_single_turn(prompt_ids, images, multimodal_fields, *args, **kwargs)
 
     def draw(self, requests: list[Request], enough: Enough | None, processed: Mapping[str, Any]) -> Samples:
         """Samples from the engine; see [`~rollout.RolloutEngine.draw`]."""
-        with self._engine_errors_explained():
+        with checkpoints.engine_explained(self, self._engine):
             return self._engine.draw(requests, profiling_context(self, phases.IN_VLLM), enough, processed)
-
-    @contextmanager
-    def _engine_errors_explained(self) -> Iterator[None]:
-        """Context in which an error of the engine also names the step, and the checkpoint to resume from."""
-        try:
-            yield
-        except ValueError:  # its message already tells the user what to do
-            raise
-        except Exception as error:
-            if checkpoints.is_lost(error):  # `train` adds the explanation
-                raise
-            step, go_on = self.state.global_step, checkpoints.how_to_go_on(self.args.output_dir)
-            broken = self._engine.weights.first_non_finite()
-            why = f": the policy's `{broken}` holds NaN or infinity" if broken else ""
-            message = f"The {self._engine.precision} rollout engine failed at step {step}{why}. {go_on} Cause: {error}"
-            raise RuntimeError(message) from error
 
     def _sync(self) -> None:
         """

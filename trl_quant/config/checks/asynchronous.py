@@ -25,6 +25,12 @@ def _own_proximal(run: Given) -> str | None:
     return "the trained one at each update" if kind.every_update else None
 
 
+def _clips(run: Given) -> bool:
+    """Whether the ratio that TRL's loss clips can differ from 1."""
+    kind = run.args.correction_class
+    return kind.applied_by_trl or kind.clips_sampler or run.args.proximal_pass
+
+
 def _injected(run: Given) -> str:
     """Names the arguments of a run that replace what samples in it."""
     given = [name for name in ("rollout_worker", "weight_transfer") if run.others.get(name) is not None]
@@ -91,6 +97,18 @@ RULES = (
         "unset.",
     ),
     Rule(
+        ("exact_rollouts",),
+        when=lambda run: run.args.is_asynchronous and run.args.exact_rollouts,
+        message="`exact_rollouts`=True: a sampler beside the training holds older weights than the policy, so its bits "
+        "are not the policy's. Leave it unset, or use QuantGRPOTrainer.",
+    ),
+    Rule(
+        ("num_generations",),
+        when=lambda run: run.args.is_asynchronous and run.args.num_generations < 2,
+        message="`num_generations`={args.num_generations!r}: an advantage compares the completions of a prompt, and "
+        "that of a single one is 0. Set at least 2.",
+    ),
+    Rule(
         ("rollouts_in_flight",),
         when=lambda run: run.args.is_asynchronous and run.args.rollouts_in_flight > 1,
         message="`rollouts_in_flight`={args.rollouts_in_flight!r}: a trainer that samples while it trains has no "
@@ -114,6 +132,12 @@ RULES = (
         when=lambda run: run.args.proximal_pass and _own_proximal(run),
         message="`proximal_pass`=True with `is_correction`={args.is_correction!r}, whose proximal policy is {found}. "
         "Leave `proximal_pass` unset, or use another correction.",
+    ),
+    acts_only(
+        ("epsilon", "epsilon_high"),
+        "`is_correction` 'trl' or 'coupled', or with `proximal_pass=True`: with `is_correction`={args.is_correction!r} "
+        "alone the ratio that they bound is 1",
+        where=lambda run: not run.args.is_asynchronous or _clips(run),
     ),
     Rule(
         ("vllm_mode",),

@@ -374,8 +374,9 @@ class VLLMBase(RolloutEngine):
             self.send(policy)
             self._require_finite()
         except BaseException as error:
+            cause = str(error).rstrip(".")
             self._failure = (
-                f"The sync of the {self.precision} vLLM engine failed at {self.streaming}: {error}. The engine is "
+                f"The sync of the {self.precision} vLLM engine failed at {self.streaming}: {cause}. The engine is "
                 "half loaded and cannot be used any more; start the run again from its last checkpoint."
             )
             if isinstance(error, Exception):

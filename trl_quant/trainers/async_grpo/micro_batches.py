@@ -12,7 +12,8 @@ a micro-batch is made when it is trained on, and a sample is looked at again whe
 | `v(t)` | `AgedSample.versions`; for a worker of TRL's, the `model_version` of the whole sample |
 | `M` | `max_staleness` |
 
-Planning and packing are TRL's: [`MicroBatches`] gives its planner samples, and its collator what it has planned.
+Planning and packing are TRL's: [`MicroBatches`] gives its planner samples, and its collator what it has planned. TRL's
+planner drops samples above its `token_budget`; here they are dropped before it, as those that are too old.
 
 With `proximal_pass`, those of all updates until the next sync are made together, when the first of these begins, and
 the policy, which is then the one that was synced, scores them:
@@ -20,6 +21,7 @@ the policy, which is then the one that was synced, scores them:
     sync | made, scored | update | update | sync | made, scored | update | update
 """
 
+import logging
 import queue
 import time
 from collections import defaultdict, deque
@@ -37,9 +39,12 @@ from trl.experimental.async_grpo.async_grpo_trainer import (
 )
 from trl.trainer.utils import pad
 
+from ...config.lengths import is_stored, measured
 from ...corrections.diagnostics import turns as turns_of
 from ...runs.agreement import on_every_rank
 
+
+logger = logging.getLogger(__name__)
 
 POLL = 0.5  # seconds to wait for a sample before the worker's health is looked at
 
@@ -70,7 +75,7 @@ class MicroBatches:
     Attributes:
         wait_s (`float`): Seconds for which the first rank has waited for samples; TRL logs and clears them.
         held (`deque`): Samples that were taken and did not fit, oldest first.
-        dropped_groups (`set[int]`): Groups of which a sample was too old, on the first rank.
+        dropped_groups (`set[int]`): Groups of which a sample was too old or too long, on the first rank.
     """
 
     def __init__(self, trainer, budget: int):
@@ -135,11 +140,14 @@ class MicroBatches:
         return rows
 
     def _samples(self, taken: list[dict]) -> Iterator[dict]:
-        """Yields samples that are young enough, and adds each to `taken`."""
+        """Yields samples that are young and short enough, and adds each to `taken`."""
         trainer = self.trainer
         while True:
             sample = self.held.popleft() if self.held else self._next()
-            if self._ages(sample).max(initial=0) > trainer.args.max_staleness:
+            is_too_long = 0 < self.budget < len(sample["input_ids"])
+            if is_too_long or self._ages(sample).max(initial=0) > trainer.args.max_staleness:
+                if is_too_long:
+                    self.metrics["batch/dropped_oversize_total"].append(1.0)  # TRL's
                 length = int(sample["completion_mask"].sum())
                 self.metrics["rollouts/dropped_total"].append(1.0)
                 self.metrics["rollouts/dropped_length"].append((length, 1))
@@ -174,6 +182,35 @@ class MicroBatches:
     def _ages(self, sample: dict) -> np.ndarray:
         """Returns the ages of a sample's trained tokens, in the order of TRL's loss."""
         return self.trainer.model_version - of_trained(sample, "versions")
+
+
+def check_budget(trainer) -> None:
+    """
+    Warns of prompts whose longest completions do not fit in the `token_budget`. Raises `ValueError` if no completion of
+    any prompt does.
+    """
+    args, budget, dataset = trainer.args, trainer.args.token_budget or 0, trainer.train_dataset
+    if budget <= 0 or not is_stored(dataset) or "prompt" not in dataset.column_names:
+        return
+    tools = None if trainer.sampling_thread is None else trainer.sampling_thread.speakers["tools"]
+    lengths = measured("train_dataset", dataset, trainer.processing_class, tools, args.chat_template_kwargs)
+    if min(lengths.tokens) >= budget:
+        raise ValueError(
+            f"`token_budget`={budget} is the longest row that is trained on, prompt included, and the shortest prompt "
+            f"of {lengths.source} has {min(lengths.tokens)} tokens: no sample fits. Raise it."
+        )
+    longest = lengths.longest + args.max_completion_length
+    if longest > budget:
+        logger.warning(
+            "`token_budget`=%d is less than the longest prompt (%d tokens; %s were measured) and "
+            "`max_completion_length`=%d together. Longer samples are dropped (`batch/dropped_oversize_total`), so "
+            "nothing is learned from long completions. Set at least %d.",
+            budget,
+            lengths.longest,
+            lengths.source,
+            args.max_completion_length,
+            longest,
+        )
 
 
 def of_trained(sample: dict, name: str) -> np.ndarray:

@@ -6,19 +6,21 @@ device with the training, or from a vLLM server on devices of its own.
 
     main     | update | update | pause, sync, resume | update ...
     sampling | draw ...........|                     | draw ...
+    scoring  | score a group ................ | score the next ...
 
 All ranks sync together. The engine holds one version of the weights at a time. A sync asks the call that draws to end
 at its next token (`enough`, see [`~rollout.engine.Engine`]), and waits for it. Afterwards the call is made again with
 the tokens so far as part of the prompt, whose keys the new weights compute, as in partial rollouts
 ([`~trainers.pool`]). So each token knows the one version v(t) that sampled it.
 
-A group ends when all its completions have. It is then scored, and each completion becomes a sample on TRL's queue:
+A group ends when all its completions have. A thread of its own then scores it, one group after the other, so that slow
+rewards keep no engine waiting, and each completion becomes a sample on TRL's queue:
 
     A_i = (r_i - mean r) / (std r + 1e-8)      as in TRL's worker
     A_i = r_i - mean r                         for a correction that needs advantages as they are, such as `ais`
 
-Groups start while what is in flight and in the queue can still be trained on: of more, `max_staleness` would drop the
-rest. A group in flight whose oldest token exceeds `max_staleness` after a sync starts again.
+Groups start while what is in flight, scored or in the queue can still be trained on: of more, `max_staleness` would
+drop the rest. A group in flight whose oldest token exceeds `max_staleness` after a sync starts again.
 
 With tools or environments, completions are conversations of several turns ([`~trainers.async_grpo.turns`]).
 """
@@ -39,9 +41,11 @@ import torch
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from ...rollout.base import RolloutEngine
+from ...rollout.limits import leave_threads_at_exit
 from ...runs.agreement import on_every_rank
 from ...runs.reward_calls import rewards_of, tell_zeros
 from ...runs.user_calls import UserCalls
+from ...storage.run_checkpoints import how_to_go_on
 from ...trl_seams import is_async
 from ..checks import DrawnPrompts
 from ..groups import Group
@@ -50,7 +54,9 @@ from .turns import Conversations, Spoken, Turn, lengths_of, rows_of
 
 logger = logging.getLogger(__name__)
 
+THREAD = "Sampling beside the training"  # what messages call it
 STOPPING = 15.0  # seconds to wait for the thread at the end of a training
+SCORING = 1.0  # seconds to wait then for rewards, which nobody needs any more
 IDLE = 0.02  # seconds between two looks at whether there is something to do
 NOT_FOR_REWARDS = ("prompt", "completion", "completion_ids")  # columns of the data that rewards get otherwise
 
@@ -127,6 +133,8 @@ class SamplingThread:
         self.groups: list[Group] = []
         self.rows: dict[int, dict] = {}  # of the groups in flight
         self.rollout_buffer: queue.Queue = queue.Queue(args.queue_maxsize)
+        self._unscored: queue.Queue = queue.Queue(max(args.generation_batch_size // args.num_generations, 1))
+        self._finished = self._sent = 0  # completions that have ended, and those of which the queue has the samples
         self.metrics_queue: queue.Queue = queue.Queue()
         self._rows_from: Callable[[int], Iterator[dict]] | None = None
         self._drawn_prompts: DrawnPrompts | None = None
@@ -135,7 +143,7 @@ class SamplingThread:
         self._generation = ExitStack()  # the engine's, between two syncs
         self._engine_free = threading.Lock()
         self._samples, self._stopped = threading.Event(), threading.Event()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self._error: BaseException | None = None
         self._beat = math.inf  # when it last drew a token; infinite where nothing is drawn
 
@@ -156,26 +164,40 @@ class SamplingThread:
     # What TRL calls
 
     def start(self) -> None:
-        self._thread = threading.Thread(target=self._run, daemon=True, name="sampling-while-training")
-        self._thread.start()
+        works = {"sampling-while-training": self._run, "scoring-while-training": self._score}
+        self._threads = [
+            threading.Thread(target=self._noting_errors, args=(work,), daemon=True, name=name)
+            for name, work in works.items()
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
         self._stopped.set()
         self._samples.set()
-        if self._thread is not None:
-            self._thread.join(STOPPING)
+        for thread, seconds in zip(self._threads, (STOPPING, SCORING), strict=False):
+            thread.join(seconds)
+            if thread.is_alive():
+                leave_threads_at_exit()
         self._generation.close()
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raises `RuntimeError` if the thread has ended, or has drawn no token for so long while it could."""
+        """Raises `RuntimeError` if a thread has ended, or none has drawn a token for so long while it could."""
         if self._error is not None:
-            raise RuntimeError(f"Sampling beside the training failed: {self._error}") from self._error
-        if self._thread is None or not self._thread.is_alive():
-            raise RuntimeError("Sampling beside the training has ended. Build another trainer to train again.")
+            raise RuntimeError(self._explained(self._error)) from self._error
+        if not self._threads or not all(thread.is_alive() for thread in self._threads):
+            raise RuntimeError(f"{THREAD} has ended. Build another trainer to train again.")
         if time.monotonic() - self._beat > stale_after_s:
-            raise RuntimeError(
-                f"Sampling beside the training hangs: no token for `heartbeat_stale_after_s`={stale_after_s:g} seconds."
-            )
+            hangs = f"hangs: no token for `heartbeat_stale_after_s`={stale_after_s:g} seconds."
+            raise RuntimeError(self.calls.at(THREAD, hangs))
+
+    def _explained(self, error: BaseException) -> str:
+        """Returns what has failed. Where the error does not say what to do, the step and the checkpoint too."""
+        speaks = isinstance(error, ValueError | RuntimeError | OSError)  # others name no more than a key
+        cause = f"{'' if speaks else f'{type(error).__name__}: '}{error}".rstrip(".") + "."
+        if isinstance(error, ValueError) or how_to_go_on(self.args.output_dir) in cause:
+            return f"{THREAD} failed: {cause}"
+        return self.calls.at(THREAD, f"failed: {cause}")
 
     def update_model_version(self, model_version: int) -> None:
         """Takes the version that the engine holds now."""
@@ -211,10 +233,18 @@ class SamplingThread:
         seconds = self.args.heartbeat_stale_after_s
         if not self._engine_free.acquire(timeout=seconds):
             self.check_health(math.inf)
-            raise RuntimeError(
-                f"Sampling beside the training hangs: it did not end for new weights within `heartbeat_stale_after_s`="
-                f"{seconds:g} seconds."
-            )
+            hangs = f"it did not end for new weights within `heartbeat_stale_after_s`={seconds:g} seconds."
+            raise RuntimeError(self.calls.at(THREAD, f"hangs: {hangs}"))
+
+    def _noting_errors(self, work: Callable[[], None]) -> None:
+        """Runs a thread's work. Its error ends the other thread too, and is the trainer's at its next look."""
+        try:
+            work()
+        except BaseException as error:
+            self._error = self._error or error
+            self._stopped.set()
+            if not isinstance(error, Exception):
+                raise
 
     def _run(self) -> None:
         try:
@@ -222,14 +252,11 @@ class SamplingThread:
                 while not self._stopped.is_set():
                     finished = self._sample() if self._samples.wait(IDLE) else []
                     for group in finished:
-                        self._send(group)
+                        row = self.rows.pop(group.place)
+                        self._put(self._unscored, (group.place, row, self._spoken(group, row)))
                     self.calls.check()
                     if not finished:
                         time.sleep(IDLE if not self.groups else 0.0)
-        except BaseException as error:
-            self._error = error
-            if not isinstance(error, Exception):
-                raise
         finally:
             if self.conversations is not None:
                 self.conversations.close(self.groups)
@@ -250,7 +277,13 @@ class SamplingThread:
                 self._converse()
             finished = [group for group in self.groups if group.has_finished]
             self.groups = [group for group in self.groups if not group.has_finished]
+            self._finished += len(finished) * self.args.num_generations
             return finished
+
+    def _waiting(self) -> int:
+        """Returns the number of samples that are scored, or wait for the trainer."""
+        unsent = self._finished - self._sent  # first, so that one that is sent meanwhile counts twice, and not never
+        return unsent + self.rollout_buffer.qsize()
 
     def _converse(self) -> None:
         if self.conversations is not None:
@@ -269,7 +302,7 @@ class SamplingThread:
     def _start_groups(self) -> None:
         args = self.args
         size, ahead = args.num_generations, (args.max_staleness + 1) * args.generation_batch_size
-        in_flight, waiting = len(self.groups) * size, self.rollout_buffer.qsize()
+        in_flight, waiting = len(self.groups) * size, self._waiting()
         # Not more than an update's samples wait, so that they are young where sampling is the faster of the two
         while in_flight + size <= max(args.max_inflight_tasks, size) and waiting < args.generation_batch_size:
             if in_flight + waiting >= ahead:
@@ -301,7 +334,7 @@ class SamplingThread:
             self._beat = time.monotonic()
             if not self._samples.is_set() or self._stopped.is_set():
                 return True
-            waiting = self.rollout_buffer.qsize()
+            waiting = self._waiting()
             if waiting >= needed:
                 return False
             left = len({unit for unit, has_ended in zip(units, ended, strict=True) if not has_ended})
@@ -343,14 +376,29 @@ class SamplingThread:
         turns = group.completions
         return [Spoken(row["prompt"], said, [turn]) for said, turn in zip(completions, turns, strict=True)]
 
-    def _send(self, group: Group) -> None:
-        """Scores a group and puts its samples on the queue, once there is room."""
-        row = self.rows.pop(group.place)
-        spoken = self._spoken(group, row)
+    def _score(self) -> None:
+        while not self._stopped.is_set():
+            try:
+                finished = self._unscored.get(timeout=IDLE)
+            except queue.Empty:
+                continue
+            self._send(*finished)
+
+    def _rewards(self, name: str, call: Callable, given: dict) -> list[float | None]:
+        try:
+            return asyncio.run(call(**given)) if is_async(call) else call(**given)
+        except Exception as error:
+            called = f"The reward function {name!r}"
+            if called in str(error):
+                raise
+            raise RuntimeError(self.calls.at(called, f"raised {error!r}.")) from error
+
+    def _send(self, place: int, row: dict, spoken: list[Spoken]) -> None:
+        """Scores the group of a place and puts its samples on the queue, once there is room."""
         given = {name: [value] * len(spoken) for name, value in row.items() if name not in NOT_FOR_REWARDS}
         given |= {"prompts": [one.prompt for one in spoken], "completions": [one.completion for one in spoken]}
         given["completion_ids"] = [one.token_ids for one in spoken]
-        found = [asyncio.run(call(**given)) if is_async(call) else call(**given) for call in self.functions]
+        found = [self._rewards(name, call, given) for name, call in zip(self.names, self.functions, strict=True)]
         kinds = [] if self.conversations is None else self.conversations.kinds
         found += [[one.own.get(kind) for one in spoken] for kind in kinds]
         names = [*self.names, *(kind.__name__ for kind in kinds)]
@@ -374,13 +422,14 @@ class SamplingThread:
                     old_log_probs=np.asarray(joined.old_log_probs, dtype=np.float32),
                     advantage=float(advantages[i]),
                     model_version=min(version for turn in one.turns for version in turn.versions),
-                    group_id=group.place,
+                    group_id=place,
                     metrics=dict(metrics),
                     enqueued_at=time.time(),
                     versions=np.asarray(versions, dtype=np.int64),
                     turns=np.asarray(turns, dtype=np.int64),
                 )
-                self._put(sample)
+                self._put(self.rollout_buffer, sample)
+            self._sent += 1
 
     def _tell_zeros(self, names: list[str], rewards: np.ndarray, completions: list) -> None:
         if self._first_scores is None:
@@ -391,10 +440,10 @@ class SamplingThread:
             tell_zeros(names, torch.from_numpy(np.concatenate(scores, 1)), texts[0])
             self._first_scores = None
 
-    def _put(self, sample: AgedSample) -> None:
+    def _put(self, to: queue.Queue, item) -> None:
         while not self._stopped.is_set():
             try:
-                self.rollout_buffer.put(sample, timeout=IDLE)
+                to.put(item, timeout=IDLE)
                 return
             except queue.Full:
                 continue

@@ -9,23 +9,25 @@ from types import MappingProxyType
 
 from accelerate.utils import is_peft_model, send_to_device
 from torch import Tensor
+from transformers.integrations import is_deepspeed_zero3_enabled
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 from trl.models.utils import disable_gradient_checkpointing
 
 from ...config.async_grpo import QuantAsyncGRPOConfig
 from ...policy.adapters import leave_casts_to_autocast
-from ...policy.trees import TREES
+from ...policy.trees import TREES, check_tree
 from ...rollout import RolloutEngine, RolloutNoise, build_engine
 from ...rollout.settings import SAMPLING
-from ...runs.checkpoints import recorded, write_rollout_state
+from ...runs.agreement import on_every_rank
+from ...runs.checkpoints import engine_explained, recorded, write_rollout_state
 from ...storage.run_checkpoints import read_rollout_state
 from ...trl_seams import arguments_seen, without_peak_flops
 from ..checks import DrawnPrompts, config_for, tell_noise
 from ..introduction import PACKAGE_TAG
 from ..precision import QuantPrecision
 from .loss import AsyncCorrection
-from .micro_batches import MicroBatches
+from .micro_batches import MicroBatches, check_budget
 from .sampling_thread import SamplingThread
 
 
@@ -140,6 +142,11 @@ class QuantAsyncGRPOTrainer(QuantPrecision, TRLsArguments):
     def meet_sampler(self) -> None:
         policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
         policy.set_attn_implementation(TREES)
+        with on_every_rank():
+            # Where ranks load one copy, the first has it; under ZeRO-3 none has a whole one
+            if self.accelerator.is_main_process and not is_deepspeed_zero3_enabled():
+                with self.accelerator.autocast():
+                    check_tree(self.model, policy)
         if self.sampling_thread is None:
             return
         args = self.args
@@ -177,7 +184,8 @@ class QuantAsyncGRPOTrainer(QuantPrecision, TRLsArguments):
         with self.sampling_thread.paused() as engine:
             paused = time.time()
             engine.noise = self.rollout_noise()
-            engine.sync()
+            with engine_explained(self, engine):
+                engine.sync()
             self.model_version += 1
             self.sampling_thread.update_model_version(self.model_version)
         self.log_values(engine.take_metrics())
@@ -191,6 +199,9 @@ class QuantAsyncGRPOTrainer(QuantPrecision, TRLsArguments):
     def get_train_dataloader(self):
         if self.args.is_left_to_trl:
             return super().get_train_dataloader()
+        with on_every_rank():
+            if self.accelerator.is_main_process:
+                check_budget(self)
         budget = self.args.token_budget
         if budget is None and self.accelerator.is_main_process:  # the longest row of the server, as in TRL
             self.vllm_client.wait_for_server_ready()
