@@ -21,6 +21,7 @@ A context restores the original when it ends:
 | `shuffle_sequence_dict` in the module of TRL's trainer | a generation | packed rows are arranged after it |
 | `ChunkedDivergenceFunction` in the module of TRL's trainer | a loss of distillation | divergences get weights |
 | `load_balancing_loss_func` of transformers' Mixtral | a forward pass | a packed row has no mask, and shares prompts |
+| `compute_flops_per_token` in the module of TRL's asynchronous trainer | a training | some configs lack its fields |
 | `profiling.ProfilingContext` | a training | TRL reports its times only to trackers |
 | `utils._ChunkedLogProbFunction` | a forward pass | it must return the engine's, or those of a truncated policy |
 
@@ -28,6 +29,7 @@ vLLM's own names are listed in `rollout/vllm/seams.py`. Layers that `nn.Module.s
 replacements of a name.
 """
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -295,6 +297,28 @@ def without_peak_flops() -> Iterator[None]:
     import trl.experimental.async_grpo.async_grpo_trainer as module
 
     with exchanged(module, get_peak_flops_per_device=lambda accelerator, dtype: None):
+        yield
+
+
+@contextmanager
+def flops_if_known() -> Iterator[None]:
+    """
+    Context of a training in which TRL's asynchronous trainer goes on without a figure of FLOPs. TRL counts them by
+    fields that the configs of some mixtures lack.
+    """
+    module = sys.modules.get("trl.experimental.async_grpo.async_grpo_trainer")
+    if module is None:
+        yield
+        return
+    count = module.compute_flops_per_token
+
+    def counted(config: Any, length: int) -> float:
+        try:
+            return count(config, length)
+        except AttributeError:
+            return math.nan  # which TRL does not log
+
+    with exchanged(module, compute_flops_per_token=counted):
         yield
 
 

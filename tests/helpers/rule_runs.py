@@ -24,6 +24,7 @@ BF16_VLLM = {**VLLM, "rollout_precision": "bf16"}
 SERVER = VLLM | {"vllm_mode": "server"}
 TRLS_VLLM = {"use_vllm": True, "vllm_mode": "colocate"}
 DRAFTING = {"vllm_engine_kwargs": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}}
+UNCACHED = {"vllm_engine_kwargs": {"enable_prefix_caching": False}}
 EAGLE = {"method": "eagle3", "model": "a/head", "num_speculative_tokens": 2}
 SYNTHETIC = {"num_speculative_tokens": 2, "rejection_sample_method": "synthetic"}
 REPLAY = {"router_replay": True}

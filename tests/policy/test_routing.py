@@ -3,8 +3,11 @@
 import pytest
 import torch
 from packed_rows import PROMPT, batch, gradients
+from peft import LoraConfig, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from slow_routing import (
     ALL_GATES,
+    GATES,
     blocks_of,
     chosen_again,
     compute_slowly,
@@ -13,9 +16,11 @@ from slow_routing import (
     slow_balance,
 )
 from tiny import MIXTURES, tiny_model
+from torch.func import functional_call
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_quant.layers.packed import Packed
+from trl_quant.models.names import clean_name
 from trl_quant.models.routers import gates, routers
 from trl_quant.policy.packed import PackedRows, accept_packed_rows
 from trl_quant.policy.routing import ROUTED, Routed, accept_routing, takes_routing
@@ -102,6 +107,58 @@ def test_its_own_choice_changes_no_bit(family):
         for one in (own, again):
             assert torch.equal(one[0], expected[0])
             assert all(torch.equal(one[2][name], grad) for name, grad in expected[2].items())
+
+
+ADAPTERS = {
+    "experts and routers": {"target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.gate.weight"]},
+    "all-linear": {"target_modules": "all-linear"},
+}
+
+
+def merged_weights(model) -> dict[str, torch.Tensor]:
+    """The weights of adapted layers with the products of their adapters, through which gradients reach these."""
+    found = {}
+    for path, module in model.get_base_model().named_modules():
+        if isinstance(module, BaseTunerLayer):
+            leaf = getattr(module, "parameter_name", "weight")
+            weight = getattr(module.get_base_layer(), leaf)
+            found[f"{clean_name(path)}.{leaf}"] = weight + module.get_delta_weight("default")
+    return found
+
+
+@pytest.mark.parametrize("targets", ADAPTERS)
+@pytest.mark.parametrize("family", MIXTURES)
+def test_adapters_of_experts_and_routers_replay(family, targets):
+    """Logits and the adapters' gradients are those of merged weights in a loop, layers computed again or not."""
+    settings, given = GATES[family][0], small_batch()
+    ids, mask = given["input_ids"], given["attention_mask"]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        adapter = LoraConfig(r=4, lora_alpha=16, init_lora_weights=False, **ADAPTERS[targets])
+        model = get_peft_model(mixture_of(family, **settings), adapter).train()
+    accept_routing(model)
+    choices = routed(given, model.get_base_model())
+    slow = mixture_of(family, **settings).train()
+    compute_slowly(slow, family, settings, choices.experts)
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    routers_trained = [name for name in trained if ".mlp.gate." in name]
+    assert len(routers_trained) == 2 * len(blocks_of(slow)) * (family != "qwen2_moe" or targets != "all-linear")
+
+    def computed(call):
+        model.zero_grad()
+        logits = call()[mask.bool()]
+        logits.log_softmax(-1)[:, 7].sum().backward()
+        return logits.detach(), torch.cat([param.grad.flatten() for param in trained.values()])
+
+    asked = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+    expected = computed(lambda: functional_call(slow, merged_weights(model), kwargs=asked).logits)
+    without = computed(lambda: model(**asked).logits)
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        found = computed(lambda: model(**asked, **{ROUTED: choices}).logits)
+        for own, right, other in zip(found, expected, without, strict=True):
+            assert (own - right).norm() < 1e-4 * right.norm() < 1e-3 * (other - right).norm()
 
 
 def test_each_backward_pass_has_the_routing_of_its_forward_pass():

@@ -1,6 +1,7 @@
 """Mixtures that train in FP8: the policy as a whole against one whose experts are made of dense layers."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,13 +14,14 @@ from torch import nn
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from trl_quant.formats import quantize
-from trl_quant.layers import UnifiedExperts, UnifiedLinear
+from trl_quant.layers import SampledExperts, UnifiedExperts, UnifiedLinear
 from trl_quant.models.families import ROUTER
 from trl_quant.models.linears import unquantized_linears
 from trl_quant.policy.routing import ROUTED, Routed, accept_routing
 from trl_quant.policy.unified import flow, restore, unify
-from trl_quant.rollout import SharedEngine
+from trl_quant.rollout import SharedEngine, TransformersEngine
 from trl_quant.rollout.drift import WeightDrift
+from trl_quant.rollout.verify.copy_check import copy_check
 
 
 pytestmark = pytest.mark.isa
@@ -130,10 +132,8 @@ def test_refused():
 # The sampler
 
 
-def shared(model) -> SharedEngine:
-    return SharedEngine(
-        model=model, accelerator=Accelerator(cpu=True), processing_class=tiny_tokenizer(), precision="fp8"
-    )
+def shared(model, kind=SharedEngine):
+    return kind(model=model, accelerator=Accelerator(cpu=True), processing_class=tiny_tokenizer(), precision="fp8")
 
 
 @pytest.mark.parametrize("adapted", [False, True])
@@ -157,6 +157,40 @@ def test_the_embedded_engine_computes_with_the_trainers_codes(family, adapted):
             for param in model.parameters():
                 param.data.mul_(1.25)
     assert not torch.equal(*seen)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_copy_with_the_trainers_codes_is_checked(family, adapted):
+    """As an asynchronous trainer samples. The policy's own experts compute, so that what differs in them is found."""
+    model = mixture_of(family)
+    if adapted:
+        adapter = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        model = get_peft_model(model, adapter)
+    unify(model, "fp8", merged=adapted)
+    sampler = shared(model, TransformersEngine)
+    sampler.sync()
+    policy = sampler.weights.base_model
+    experts, own = blocks_of(sampler.copy)[1].experts, blocks_of(policy)[1].experts
+    assert isinstance(experts, SampledExperts) and isinstance(own, UnifiedExperts) and experts is not own
+    found = copy_check(sampler)
+    assert found["logp_difference"] < 1e-5 < found["bound"]
+    sampler.prepare()
+
+    def refused(place: str) -> None:
+        with pytest.raises(RuntimeError, match=f"does not sample from the policy.*{place}"):
+            copy_check(sampler)
+
+    hook = own.register_forward_hook(lambda module, args, output: 16 * output)
+    refused(r"Look at `model\.layers\.1\.mlp\.experts`")
+    hook.remove()
+    (first, codes), *_ = experts.held.items()
+    exchanged = codes.values.view(torch.uint8).flip(0).view(codes.values.dtype)
+    experts.held[first] = replace(codes, values=exchanged)
+    refused("explained")
+    experts.held[first] = codes
+    own.is_silu, own.act_fn = False, nn.LeakyReLU(16.0)
+    refused("explained")
 
 
 @pytest.mark.parametrize("family", MIXTURES)

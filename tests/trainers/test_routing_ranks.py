@@ -1,5 +1,6 @@
 """
-Routing replay on two ranks: routing goes to the rank that trains on its rows, and metrics are those of all rows.
+Routing replay on two ranks: routing goes to the rank that trains on its rows, metrics are those of all rows, and the
+load of experts is balanced within each micro-batch.
 
 As a script, one of the two ranks.
 """
@@ -27,6 +28,47 @@ CASES = {
     | {"per_device_train_batch_size": 6, "rollouts_in_flight": 2.0, "max_completion_length": 24, "max_steps": 3}
     | {"generation_kwargs": {"eos_token_id": list(range(0, 320, 9))}},
 }
+# SGD, which follows a gradient's size, of a loss that is mostly the load's
+BALANCED = EVERY | {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "router_aux_loss_coef": 1.0}
+BALANCED |= {"optim": "sgd", "learning_rate": 1e-3, "max_grad_norm": 0.0}
+BALANCES = {
+    "padded": BALANCED,
+    "packed": BALANCED | {"pack_sequences": True},
+    "unbalanced": BALANCED | {"router_aux_loss_coef": 0.0},
+}
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_the_load_is_balanced_on_both_ranks_as_in_padded_rows(tmp_path, monkeypatch):
+    from ranks import on_two_ranks, results
+
+    monkeypatch.setattr("ranks.__file__", __file__)
+    printed, found = on_two_ranks("cpu", tmp_path, *BALANCES), {}
+    start = flat(mixture_of("qwen3_moe"))
+    for case in BALANCES:
+        both = results(tmp_path, case, printed)
+        found[case], other = (torch.load(tmp_path / case / f"weights-{rank}.pt") - start for rank in range(2))
+        assert torch.equal(found[case], other) and both[0]["losses"] == both[1]["losses"]
+        found[case, "losses"] = both[0]["losses"]
+    size = found["padded"].norm()
+    assert (found["packed"] - found["padded"]).norm() < 1e-3 * size
+    assert (found["unbalanced"] - found["padded"]).norm() > 0.1 * size
+    assert found["packed", "losses"] == pytest.approx(found["padded", "losses"], rel=1e-4)
+
+
+def flat(model) -> torch.Tensor:
+    return torch.cat([param.detach().flatten() for param in model.parameters()])
+
+
+def balance_rank(path: Path, case: str) -> None:
+    torch.manual_seed(int(os.environ["RANK"]))
+    policy = mixture_of("qwen3_moe")
+    trainer = trainer_for(path / case / "out", policy, **BALANCES[case], train_dataset=dataset(32))
+    trainer.train()
+    torch.save(flat(policy), path / case / f"weights-{os.environ['RANK']}.pt")
+    losses = [log["aux_loss"] for log in metrics(trainer) if "aux_loss" in log]
+    (path / case / f"rank-{os.environ['RANK']}.json").write_text(json.dumps({"losses": losses}))
 
 
 @pytest.mark.long
@@ -86,4 +128,4 @@ def run_rank(path: Path, case: str) -> None:
 
 if __name__ == "__main__":
     for name in sys.argv[2:]:
-        run_rank(Path(sys.argv[1]), name)
+        (balance_rank if name in BALANCES else run_rank)(Path(sys.argv[1]), name)

@@ -3,14 +3,17 @@ Mixtures of experts in vLLM, in BF16: a synced engine equals a fresh one, and th
 router that is not the policy's, whether a text reaches it or not.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from embedded import engine as embedded
 from long_tests import rest_is_long
 from packaging.version import Version
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from slow_routing import blocks_of
 from tampering import of_expert, sync_changed
 from tiny import MIXTURES
 from training import config, make
@@ -151,6 +154,49 @@ def test_exchanged_experts_are_far_outside_of_the_bound(sampler, tampered):
     tampered(turned)
     wrong, _ = differences()
     assert wrong > 16 * explained
+
+
+def test_vllm_and_the_embedded_engine_agree(sampler):
+    """Within the bound of the self-check, outside of which is a policy whose experts are others."""
+    bound = sampler.check_sync()["sync_check/bound"]
+    sequences, sampled = sampler.logps(rows_to_check(sampler, 300, 600), 4)
+    other = embedded(sampler.model, "bf16")
+
+    def difference() -> float:
+        other.sync()
+        rows = zip(other.score(sequences), sampled, strict=True)
+        return mean_difference(sampled, [torch.tensor(row[-len(own) :]) for row, own in rows])
+
+    assert difference() < bound
+    tensors = [tensor for block in blocks_of(sampler.model).values() for tensor in block.experts.parameters()]
+    with torch.no_grad():
+        for places in (1, -1):
+            for tensor in tensors:
+                tensor.copy_(tensor.roll(places, 0))
+            assert (difference() > 2 * bound) == (places == 1)
+
+
+@pytest.mark.parametrize("family", rest_is_long(MIXTURES, "mixtral", "glm4_moe"))
+def test_an_adapter_beside_its_base(family, tmp_path):
+    """On attention: as a new engine after each sync, and the base's experts are still compared."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = policy(tmp_path / "model", family=family, tied=False)
+        model = get_peft_model(model, replace(ATTENTION, init_lora_weights=False))
+    sampler, seen = engine(model, "bf16", lora_sync="adapter"), []
+    for seed in range(3):
+        update(model, seed=seed)
+        sampler.sync()
+        seen.append(greedy(sampler.llm))
+        started = engine(model, "bf16", lora_sync="adapter")
+        started.sync()
+        assert seen[-1] == greedy(started.llm)
+        metrics = sampler.check_sync()
+        assert metrics["sync_check/logp_difference"] < metrics["sync_check/bound"]
+    base = greedy(fresh(model.get_base_model(), "bf16", tmp_path / "base"))
+    assert len({str(samples) for samples in [*seen, base]}) == 4 and sampler.differing_weight() is None
+    blocks_of(model)[1].experts.down_proj.data[UNREACHED] *= 1.25
+    assert sampler.differing_weight() == f"model.layers.1.mlp.experts.down_proj[{UNREACHED}]"
 
 
 def test_a_reload_packs_experts_again(sampler, monkeypatch):

@@ -101,6 +101,10 @@ def _is_unscaled(run: Given) -> bool:
     return run.args.uaq_scale is not None and getattr(run.config, "uaq_scale", None) is None
 
 
+def _arguments(run: Given) -> dict:
+    return run.args.vllm_engine_kwargs or {}
+
+
 def _not_routed(run: Given) -> str | None:
     """Returns the families whose routing is known, if the policy's is not one of them."""
     known = families_with("scores")
@@ -311,6 +315,18 @@ RULES = (
         when=lambda run: run.args.router_replay and run.spec.source == "server",
         message="`router_replay`=True with `vllm_mode='server'`: TRL's client takes no routing from a server. Use "
         "`vllm_mode='colocate'` or `use_vllm=False`, or leave it unset.",
+    ),
+    Rule(
+        ("router_replay", "vllm_engine_kwargs"),
+        when=lambda run: run.args.router_replay and _arguments(run).get("enable_prefix_caching") is False,
+        message="`router_replay`=True with 'enable_prefix_caching': False in `vllm_engine_kwargs`: vLLM returns the "
+        "routing of experts only with its prefix cache. Leave one of the two out.",
+    ),
+    Rule(
+        ("router_replay", "vllm_engine_kwargs"),
+        when=lambda run: run.args.router_replay and _arguments(run).get("speculative_config"),
+        message="`router_replay`=True with 'speculative_config' in `vllm_engine_kwargs`: the routing of tokens that "
+        "vLLM drafts was not tried. Leave one of the two out.",
     ),
     Rule(
         ("router_replay", "torch_compile"),

@@ -237,11 +237,24 @@ class TransformersEngine(RolloutEngine):
         self.lay_noise(self.noise)
 
     def copied_layers(self) -> dict[str, nn.Module]:
-        """Returns the copy's quantized linear layers, by their places in the policy."""
-        return {place: self.copy.get_submodule(layer.name) for place, layer in self.weights.linears().items()}
+        """
+        Returns the copy's quantized linear layers, by their places in the policy. The experts of a layer that hold the
+        trainer's codes are one module.
+        """
+        found = {}
+        for place, layer in self.weights.linears().items():
+            parent, module = place.rpartition(".")[0], self.copy.get_submodule(layer.name.rpartition(".")[0])
+            if isinstance(module, SampledExperts):
+                found[parent] = module
+            else:
+                found[place] = self.copy.get_submodule(layer.name)
+        return found
 
     def replaced_layers(self) -> Collection[str]:
-        """Returns the places of the policy's layers that the copy has layers of its own for."""
+        """
+        Returns the places of the policy's layers that the copy has other layers for. Experts that hold the trainer's
+        codes are computed by the policy as by the copy.
+        """
         return self.weights.linears()
 
     def longest_row(self) -> int:

@@ -100,10 +100,10 @@ def _broken_policy(engine) -> str:
 
 def _described(engine, difference: float, bound: float) -> str:
     """Describes how the copy differs from the policy, and what may be changed."""
-    linears = engine.weights.linears()
+    layers = engine.copied_layers()
     policy, copy = (
-        # The classes of linear layers differ by design, so only their hooks, which come last, are compared
-        {name: seen[-1:] if name in linears else seen for name, seen in function_of(model).items() if name}
+        # The classes of quantized layers differ by design, so only their hooks, which come last, are compared
+        {name: seen[-1:] if name in layers else seen for name, seen in function_of(model).items() if name}
         for model in (engine.weights.base_model, engine.copy)
     )
     both = policy.keys() & copy.keys()
