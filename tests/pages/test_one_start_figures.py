@@ -45,6 +45,11 @@ NEAR = {
     "diffusion": OUTLIERS,
     "adapter": [("mxfp4 merged tis", FULL), *((f"{name} beside none", FULL) for name in ("nvfp4", "mxfp4"))],
     "rollouts": [("fp8_block none", "fp8_block unified")],
+    "scale": [(f"nvfp4 coupled {size}", f"{FULL} {size}") for size in ("512x6", "1024x8")],
+    "countdown": [("nvfp4 coupled", FULL), ("fp8 none", FULL)],
+    "length": [(f"mxfp4 none {digits} digits", f"{FULL} {digits} digits") for digits in (3, 6, 12)],
+    "outliers": [("int8 none", "int8 tis"), ("int8 tis, sequences", "int8 tis")],
+    "endurance": [("int8 none", "int8 tis"), *((f"int8 {name}", FULL) for name in ("tis, sequences", "ais", "tis"))],
 }
 APART = {
     "corrections": [("int4 dppo", FULL)],
@@ -53,6 +58,8 @@ APART = {
     "noise": [("nvfp4 none cosine", "nvfp4 none silent")],
     "diffusion": [("mxfp4 none", FULL)],
     "adapter": [("mxfp4 merged none", "mxfp4 merged tis")],
+    "scale": [("nvfp4 coupled 128x2", f"{FULL} 128x2")],
+    "outliers": [("int8 coupled", "int8 tis"), *((f"int8 {name}", FULL) for name in ("tis", "tis, sequences"))],
 }
 
 
