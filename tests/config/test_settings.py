@@ -42,6 +42,15 @@ def test_noise_of_the_trainer_alone_is_told(tmp_path, where, caplog):
     assert says in caplog.text if says else "the trainer scores with this noise" not in caplog.text
 
 
+def test_arguments_of_the_model_replace_fields_of_its_config_before_it_is_loaded(tmp_path):
+    path = save_tiny(tmp_path / "model", "seed_oss", attention_dropout=0.1)  # with which rows are not packed
+    given = {"rollout_precision": "int8", "pack_sequences": True}
+    with pytest.raises(ValueError, match=r"`pack_sequences`=True.*`attention_dropout`=0.1"):
+        make(QuantGRPOTrainer, config(QuantGRPOConfig, tmp_path, **given), path)
+    given["model_init_kwargs"] = {"attention_dropout": 0.0}
+    assert make(QuantGRPOTrainer, config(QuantGRPOConfig, tmp_path, **given), path).packs
+
+
 # The trainer's class and its config
 
 

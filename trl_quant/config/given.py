@@ -11,12 +11,14 @@ from accelerate.utils import is_peft_model
 from torch.nn import Module
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from ..models.architecture import ARCHITECTURE
 from ..models.families import number_of_experts
 from ..reading import reading
 from ..run_spec import RunSpec
 from ..storage.named import check_named
 from ..storage.source import skeleton
+
+
+OF_LOADING = ("attn_implementation", "dtype", "quantization_config")  # arguments of a model that its config lacks
 
 
 def name_of(model) -> str:
@@ -32,11 +34,14 @@ def name_of(model) -> str:
 
 
 def read_policy(model, args) -> PreTrainedConfig:
-    """Returns the config of a policy. For a name, it is read as TRL will read it."""
+    """
+    Returns the config of a policy. For a name, it is read as TRL will read it: `model_init_kwargs` replace its fields.
+    """
     if not isinstance(model, str):
         return model.config
     given = args.model_init_kwargs or {}
-    options = {name: given[name] for name in ("revision", *ARCHITECTURE) if given.get(name) is not None}
+    options = {name: value for name, value in given.items() if name not in OF_LOADING and value is not None}
+    options["trust_remote_code"] = args.trust_remote_code
     if Path(model, "adapter_config.json").is_file() and not Path(model, "config.json").is_file():
         raise ValueError(
             f"`model`={model!r} is an adapter without its base. Load both, with "
@@ -44,7 +49,7 @@ def read_policy(model, args) -> PreTrainedConfig:
         )
     try:
         with reading(model):
-            return AutoConfig.from_pretrained(model, trust_remote_code=args.trust_remote_code, **options)
+            return AutoConfig.from_pretrained(model, **options)
     except (OSError, ValueError) as error:
         fault = "cannot be read"
         if Path(model).is_dir() and not Path(model, "config.json").is_file():

@@ -13,19 +13,17 @@ from dataclasses import dataclass
 import torch
 from datasets import Dataset, IterableDataset
 from peft import PeftConfig
-from transformers import AutoConfig
 
 from ..config.before_loading import check_before_loading
 from ..config.checks import check_what
 from ..config.data import read_processing_class
 from ..config.fields import QuantFields
-from ..config.given import Given
+from ..config.given import Given, read_policy
 from ..config.lengths import context_of, measured
 from ..config.summary import summary
 from ..models.positions import switching
 from ..policy.frozen import on_frozen_base
 from ..precisions import bitsandbytes_bases
-from ..reading import reading
 from ..storage.source import skeleton
 from .cures import Planned, cures
 from .measured import cost
@@ -110,10 +108,7 @@ def make_plan(
         )
 
     init = args.model_init_kwargs or {}
-    # As the trainer's model has it: other arguments of a model replace fields of its config
-    options = {name: value for name, value in init.items() if name not in ("attn_implementation", "dtype")}
-    with reading(model):
-        config = AutoConfig.from_pretrained(model, **options | {"trust_remote_code": args.trust_remote_code})
+    config = read_policy(model, args)
     processing_class = given["processing_class"]
     if processing_class is None:
         processing_class = read_processing_class(model, args)
