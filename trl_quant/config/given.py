@@ -40,7 +40,7 @@ def read_policy(model, args) -> PreTrainedConfig:
     if not isinstance(model, str):
         return model.config
     given = args.model_init_kwargs or {}
-    options = {name: value for name, value in given.items() if name not in OF_LOADING and value is not None}
+    options = {name: value for name, value in given.items() if name not in OF_LOADING}
     options["trust_remote_code"] = args.trust_remote_code
     if Path(model, "adapter_config.json").is_file() and not Path(model, "config.json").is_file():
         raise ValueError(
