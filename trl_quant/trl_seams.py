@@ -306,10 +306,8 @@ def flops_if_known() -> Iterator[None]:
     Context of a training in which TRL's asynchronous trainer goes on without a figure of FLOPs. TRL counts them by
     fields that the configs of some mixtures lack.
     """
-    module = sys.modules.get("trl.experimental.async_grpo.async_grpo_trainer")
-    if module is None:
-        yield
-        return
+    import trl.experimental.async_grpo.async_grpo_trainer as module
+
     count = module.compute_flops_per_token
 
     def counted(config: Any, length: int) -> float:

@@ -136,15 +136,20 @@ def shared(model, kind=SharedEngine):
     return kind(model=model, accelerator=Accelerator(cpu=True), processing_class=tiny_tokenizer(), precision="fp8")
 
 
-@pytest.mark.parametrize("adapted", [False, True])
-@pytest.mark.parametrize("family", MIXTURES)
-def test_the_embedded_engine_computes_with_the_trainers_codes(family, adapted):
-    """Bit for bit, after each write; and what it is given to load elsewhere are these codes."""
+def trained_in_fp8(family: str, adapted: bool):
     model = mixture_of(family)
     if adapted:
         adapter = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
         model = get_peft_model(model, adapter)
     unify(model, "fp8", merged=adapted)
+    return model
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_the_embedded_engine_computes_with_the_trainers_codes(family, adapted):
+    """Bit for bit, after each write; and what it is given to load elsewhere are these codes."""
+    model = trained_in_fp8(family, adapted)
     sampler, seen = shared(model), []
     for _ in range(2):
         sampler.sync()
@@ -163,11 +168,7 @@ def test_the_embedded_engine_computes_with_the_trainers_codes(family, adapted):
 @pytest.mark.parametrize("family", MIXTURES)
 def test_a_copy_with_the_trainers_codes_is_checked(family, adapted):
     """As an asynchronous trainer samples. The policy's own experts compute, so that what differs in them is found."""
-    model = mixture_of(family)
-    if adapted:
-        adapter = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-        model = get_peft_model(model, adapter)
-    unify(model, "fp8", merged=adapted)
+    model = trained_in_fp8(family, adapted)
     sampler = shared(model, TransformersEngine)
     sampler.sync()
     policy = sampler.weights.base_model

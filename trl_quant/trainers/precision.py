@@ -43,7 +43,7 @@ from ..storage.manifest import check_read
 from ..storage.quantization import record_gathered_dtype
 from ..storage.run_checkpoints import OPTIMIZER, RANDOM, SCALER, SCHEDULER, files_of
 from ..storage.whole import write_whole
-from ..trl_seams import arguments_seen, flops_if_known, old_checkpoints_kept
+from ..trl_seams import arguments_seen, old_checkpoints_kept
 from .checks import check_adapters, check_trainable
 from .introduction import add_to_card, introduce
 from .packing import packed_batches, packed_rows
@@ -347,7 +347,7 @@ class QuantPrecision(CurrentNames):
         self.runs = checkpoints.new_run(state.get("runs", []))
         self._others = own_directory.of_other_runs(self.args.output_dir, self.runs)
         self._finite_steps.begin()
-        with checkpoints.others_lost(self), self.phases_logged(), flops_if_known():
+        with checkpoints.others_lost(self), self.phases_logged():
             output = super().train(resume_from_checkpoint, *args, **kwargs)
             self.drawn_rows.check_trained()
             check_trained(self)

@@ -178,7 +178,7 @@ def test_no_worker_answers():
         client_of().init_communicator(CPU)
 
 
-# What is shared is tried before anything is trained
+# A client tries the memory before a run
 
 
 @pytest.fixture

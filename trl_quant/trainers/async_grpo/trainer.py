@@ -22,7 +22,7 @@ from ...rollout.settings import SAMPLING
 from ...runs.agreement import on_every_rank
 from ...runs.checkpoints import engine_explained, recorded, write_rollout_state
 from ...storage.run_checkpoints import read_rollout_state
-from ...trl_seams import arguments_seen, without_peak_flops
+from ...trl_seams import arguments_seen, flops_if_known, without_peak_flops
 from ..checks import DrawnPrompts, config_for, tell_noise
 from ..introduction import PACKAGE_TAG
 from ..precision import QuantPrecision
@@ -138,6 +138,10 @@ class QuantAsyncGRPOTrainer(QuantPrecision, TRLsArguments):
         context.enter_context(without_peak_flops())
         context.enter_context(super().loading(args, **fields))
         return context
+
+    def train(self, *args, **kwargs):
+        with flops_if_known():
+            return super().train(*args, **kwargs)
 
     def meet_sampler(self) -> None:
         policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
