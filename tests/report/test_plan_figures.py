@@ -1,4 +1,4 @@
-"""A plan's memory and costs, against what was measured."""
+"""A plan's memory, against what was measured."""
 
 import sys
 import weakref
@@ -7,16 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from figures import H200, MEMORY, RESULTS, cells_of, middle, read
+from figures import H200, MEMORY, RESULTS, cells_of, read
 from long_tests import rest_is_long
 from pages import ROOT
 from peft import LoraConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTrainedModel
 
-from trl_quant import DiffusionGRPOConfig, QuantGRPOConfig, QuantPPOConfig, QuantRLOOConfig
-from trl_quant.report import measured, plan
-from trl_quant.report.memory import Shape, cache_of, completions_in_flight, estimate, has_prompts_once
+from trl_quant import DiffusionGRPOConfig, QuantGRPOConfig, QuantRLOOConfig
+from trl_quant.report.memory import Shape, estimate, has_prompts_once
 from trl_quant.rollout.embedded.diffusion import Schedule, denoise
 from trl_quant.storage.source import skeleton, skeleton_of
 
@@ -420,109 +419,3 @@ def test_a_gpu_samples_its_own_share(shapes, tmp_path, monkeypatch):
     alone = sampling()
     monkeypatch.setattr(QuantGRPOConfig, "world_size", 4)
     assert sampling() == alone and alone["cache"] > 0
-
-
-# What it costs
-
-
-def test_costs_are_those_that_were_measured():
-    """Each line of the table is a step in the raw files, and none of these is left out."""
-    found: dict[tuple, measured.Step] = {}
-    for name in ("step-7b-all", "step-7b-another-host", "step-7b-weights", "step-7b-nvfp4", "step-32b"):
-        content = read(f"{name}-{H200}")
-        runs = {run["trainer"]: run for run in content["runs"]}
-        trl = runs["trl"]["results"]
-        for trainer, run in runs.items():
-            rollout, _, train = trainer.partition("/")
-            train, _, how = train.partition("/")
-            lora_sync = "adapter" if how == "adapter" or train == "nvfp4" else "merge"
-            for shape, result in run["results"].items():
-                if trainer.startswith("trl") or "+" in trainer or not shape.endswith("equal"):
-                    continue
-                seconds = middle(trl[shape], "step"), middle(trl[shape], "scoring"), middle(result, "step")
-                sides = [*map(int, shape.removesuffix(" equal").split("x"))]
-                adapted = content["arguments"]["lora"] > 0
-                micro = min(run["micro"], sides[0])
-                planned = run["size"], adapted, lora_sync, train or None, rollout, how == "exact", *sides, micro
-                step = measured.Step(*planned, *(round(value, 2) for value in seconds))
-                found.setdefault(planned, step)  # the first host's, where two hosts have the step
-    assert set(measured.STEPS) == set(found.values()) and len(measured.STEPS) == len(found)
-
-
-MEASURED = {"use_vllm": True, "vllm_mode": "colocate", "max_completion_length": 1000, "num_generations": 8}
-MEASURED |= {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 8}
-
-
-@pytest.fixture
-def cost(shapes, tmp_path):
-    def of(size: str = "7b", rank: int = 32, dtype=torch.bfloat16, kind: type = QuantGRPOConfig, **settings) -> str:
-        args = kind(output_dir=tmp_path, use_cpu=True, bf16=True, report_to=[], **settings)
-        return measured.cost(args, shapes[size, rank], dtype)
-
-    return of
-
-
-def test_a_cost_is_told_where_it_was_measured_alone(cost):
-    told = cost(rollout_precision="fp8", **MEASURED)
-    assert told.startswith("12.99 s a step against TRL's 19.89 s, 1.53x (1.30x") and "of 1024 new tokens" in told
-    assert cost(rank=0, rollout_precision="bf16", **MEASURED).startswith("13.99 s")
-    assert cost(rank=0, rollout_precision="fp8", **MEASURED).startswith("not measured")
-    assert cost() == "as TRL's, which this run is"
-    assert cost(kind=QuantPPOConfig) == "not measured with this trainer"  # TRL has no such PPO
-    eight = MEASURED | {"max_completion_length": 512, "gradient_accumulation_steps": 1}
-    told = cost("32b", rollout_precision="fp8", train_precision="fp8", lora_sync="adapter", **eight)
-    assert told.startswith("8.89 s a step against TRL's 13.95 s")
-    told = cost("32b", rollout_precision="fp8", train_precision="fp8", lora_sync="merge", **eight)
-    assert told.startswith("not measured")
-    assert "embedded" in cost(rollout_precision="fp8")
-    unlimited = MEASURED | {"max_completion_length": None}
-    assert cost(rollout_precision="fp8", **unlimited) == "not measured without a `max_completion_length`"
-    for other in ({"rollout_precision": "int8"}, {"rollout_precision": "fp8", "vllm_mode": "server"}):
-        assert cost(**MEASURED | other).startswith("not measured")
-    assert cost("14b", rollout_precision="fp8", **MEASURED).startswith("not measured")
-
-
-def test_a_run_with_other_settings_is_told_in_what_it_differs(cost):
-    """Each alone takes the figure away, and is named; a batch of the same size in other parts too."""
-    others = {
-        "a policy in float32 (measured: bfloat16)": {"dtype": torch.float32},
-        "8 completions a generation (measured: 64)": {"gradient_accumulation_steps": 1},
-        "300 tokens a completion": {"max_completion_length": 300},
-        "1000 tokens a micro-batch (measured: 8192)": {
-            "per_device_train_batch_size": 1,
-            "gradient_accumulation_steps": 64,
-        },
-        "2 updates a generation": {"num_iterations": 2},
-        "4 updates a generation": {"gradient_accumulation_steps": 2, "steps_per_generation": 8},
-        "no `gradient_checkpointing`": {"gradient_checkpointing": False},
-        "`use_liger_kernel`": {"use_liger_kernel": True},
-        "padded rows": {"pack_sequences": False},
-        "a reference model": {"beta": 0.04},
-        "`is_correction`='trl', which scores a generation first": {"is_correction": "trl"},
-    }
-    for words, settings in others.items():
-        told = cost(rollout_precision="fp8", **MEASURED | settings)
-        assert told.startswith("not measured for such a run. The nearest") and words in told, told
-        assert "s a step" not in told
-    told = cost(rollout_precision="fp8", **MEASURED | {"max_completion_length": 1200})  # a sixth more
-    assert told.startswith("12.99 s")
-
-
-@pytest.mark.parametrize(("size", "cache"), [(2, "auto"), (1, "fp8")])
-def test_what_is_in_flight_and_whether_the_cache_holds_it(shapes, tmp_path, size, cache):
-    """By hand: 64 completions in 8 groups of 8, of 256 + 4096 tokens, and 12 groups in flight."""
-    settings = {"num_generations": 8, "per_device_train_batch_size": 64, "max_completion_length": 4096}
-    settings |= {"rollout_precision": "fp8", "rollouts_in_flight": 1.5, "use_vllm": True, "vllm_mode": "colocate"}
-    given = {"vllm_engine_kwargs": {"kv_cache_dtype": cache}, "vllm_gpu_memory_utilization": 0.3}
-    args = QuantGRPOConfig(output_dir=tmp_path, use_cpu=True, bf16=True, report_to=[], **settings, **given)
-    shape, card = shapes["7b", 32], 80 * 10**9
-    needed, room = cache_of(args, shape, 256, card)
-    assert completions_in_flight(args) == 96 and needed == 96 * 4352 * shape.token * size
-    assert room == 24 * 10**9 - shape.linear - 2 * shape.other
-    (line,) = plan.in_flight_lines(args, shape, 256, card)
-    assert f"96 completions of a GPU when a generation starts. At their longest they need {needed / 1e9:.2f} GB" in line
-    assert ("some may wait in vLLM's queue" in line) == (needed > room)
-    assert "some may wait" in plan.in_flight_lines(args, shape, 256, card // 2)[0]
-    assert "some may wait" not in plan.in_flight_lines(args, shape, 256, 2 * card)[0]
-    args.rollouts_in_flight = 1.0
-    assert plan.in_flight_lines(args, shape, 256, card) == []

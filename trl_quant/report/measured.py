@@ -2,7 +2,7 @@
 
 A measured cost is told as a run's own only if the run is like the measured one in everything that decides its cost.
 
-`tests/report/test_plan_figures.py` compares each entry with the raw files in `benchmarks/results`.
+`tests/report/test_plan_costs.py` compares each entry with the raw files in `benchmarks/results`.
 """
 
 from dataclasses import dataclass
