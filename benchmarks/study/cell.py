@@ -15,6 +15,7 @@ TREATMENT = (
     "ess_step_scaling",
     "uaq_scale",
     "noise_schedule",
+    "noise_sigma_start",
     "rollouts_in_flight",
     "router_replay",
     "age",
@@ -103,6 +104,7 @@ class Cell:
     is_cap: float | None = None
     importance_sampling_level: str = "token"
     ess_step_scaling: bool = False
+    noise_sigma_start: float = 1e-2
     rollouts_in_flight: float = 1.0
     router_replay: bool | None = None
     learning_rate: float = 4e-4

@@ -60,6 +60,13 @@ RETOLD = REUSE | {"draws": 8, "starts": 6, "numbers": "0 1 2 3 4 6", "told": 1}
 LONG_TOLD = RETOLD | dict(zip(("hidden_size", "num_hidden_layers"), SHAPES[1], strict=True))
 LONG_TOLD |= {"numbers": "", "told": 12, "num_iterations": 1, "max_steps": 60, "evaluations": 3, "use_vllm": True}
 IN_WORDS = ("tis", "none", "coupled", "acr", "ais", "cis")
+# An adapter as in `adapter`, with a start model for each seed: the first tables of QeRL
+ADAPTED = BRIEF | {"lora_rank": 16, "learning_rate": 1e-3, "draws": 8, "starts": 6}
+SIGMAS = (0.01, 0.05)
+# QuRL's table 4: INT8 samples, a step that changes few codes, and what scales the updates instead
+SLOW = STAGED[1] | {"learning_rate": 1e-5, "max_steps": 300}
+SCALES = (1.5, 2.0)
+FASTER = SLOW | {"learning_rate": SCALES[0] * SLOW["learning_rate"]}
 # `routing`'s mixtures in INT4, where most tokens are rerouted
 JUMPING = tuple(product(("tis", "cis", "none"), (True, False)))
 
@@ -227,6 +234,58 @@ REPLICATED = {
             "primary: fp8 none, against full precision": (("fp8 none", FULL),),
             "remedies, against fp8 none": tuple((f"fp8 {name}", "fp8 none") for name in ("tis", "ais", "unified")),
             "remedies, against full precision": tuple((f"fp8 {name}", FULL) for name in ("tis", "ais", "unified")),
+        },
+    ),
+    "scales": Question(
+        "Where a step changes few codes of INT8: does scaling help, or a larger learning rate?",
+        (
+            Cell(FULL, **SLOW),
+            Cell("int8", "int8", None, "tis", **SLOW),
+            *(Cell(f"int8 s={scale:g}", "int8", None, "tis", scale, **SLOW) for scale in SCALES),
+            Cell(f"{FULL} faster", **FASTER),
+            Cell("int8 faster", "int8", None, "tis", **FASTER),
+        ),
+        ("Held-out reward", "Update against quantization error"),
+        {
+            "final accuracy": "final_accuracy",
+            "update": "weights/normalized_update",
+            "quantization error": "weights/normalized_quantization_error",
+            "codes changed": "weights/codes_changed",
+        },
+        compared={
+            "primary: the scale": tuple((f"int8 s={scale:g}", "int8") for scale in SCALES),
+            "the learning rate": (("int8 faster", "int8"), (f"{FULL} faster", FULL)),
+            "the scale, against that learning rate": tuple((f"int8 s={scale:g}", "int8 faster") for scale in SCALES),
+            "against full precision": (("int8", FULL), *((f"int8 s={scale:g}", FULL) for scale in SCALES)),
+        },
+    ),
+    "noisy_base": Question(
+        "Does LoRA learn more on a base in NVFP4, and with noise in the sampler's norms?",
+        (
+            Cell(FULL, **ADAPTED),
+            Cell("nvfp4", "nvfp4", "nvfp4", "coupled", **ADAPTED),
+            *(
+                Cell(
+                    f"nvfp4 noise {sigma:g}",
+                    "nvfp4",
+                    "nvfp4",
+                    "coupled",
+                    None,
+                    "exponential",
+                    noise_sigma_start=sigma,
+                    **ADAPTED,
+                )
+                for sigma in SIGMAS
+            ),
+        ),
+        ("Held-out reward", "Entropy"),
+        {"final accuracy": "final_accuracy", "noise": "noise/effective_sigma"},
+        compared={
+            "primary: the base, and the noise": (
+                ("nvfp4", FULL),
+                *((f"nvfp4 noise {sigma:g}", "nvfp4") for sigma in SIGMAS),
+            ),
+            "with noise, against full precision": tuple((f"nvfp4 noise {sigma:g}", FULL) for sigma in SIGMAS),
         },
     ),
     "stage_3_experts": Question(
