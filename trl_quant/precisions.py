@@ -39,6 +39,7 @@ class InVLLM:
         wrong_kernels (`tuple[str, ...]`): Prefixes of the names of kernels that compute something else.
         experts (`str` or `None`):
             The class of vLLM that runs a mixture's experts in this precision on a GPU; `None` if none computes it.
+        experts_from (`str`): The first version of vLLM in which it does, if that is above the oldest allowed one.
         for_experts (`dict[str, str]`): vLLM's arguments for a mixture of experts, where a run gives no others.
         as_given (`dict[str, str]`):
             Environment variables that make vLLM multiply with the codes and scales that it is given. On Hopper it would
@@ -57,6 +58,7 @@ class InVLLM:
     kernels: tuple[str, ...] = ()
     wrong_kernels: tuple[str, ...] = ()
     experts: str | None = None
+    experts_from: str = "0"
     for_experts: dict[str, str] = field(default_factory=dict)
     as_given: dict[str, str] = field(default_factory=dict)
 
@@ -123,6 +125,7 @@ PRECISIONS: dict[str, Precision] = {
             cpu=True,
             inputs={"cuda": "int8", "cpu": "int8"},
             experts="CompressedTensorsW8A8Int8MoEMethod",
+            experts_from="0.28",  # before, their inputs stay in BF16
         ),
         unified=True,
         exact=True,

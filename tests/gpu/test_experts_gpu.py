@@ -13,15 +13,16 @@ from itertools import combinations
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny import MIXTURES
+from tiny import MIXTURES, tiny_tokenizer
 
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
-from vllm_engines import SLEEPING, engine, fresh, greedy, mixture, update
+from vllm_engines import PROMPTS, SLEEPING, engine, fresh, greedy, mixture, score, update
 
+from trl_quant.layers.experts import EngineExperts
 from trl_quant.models.linears import sent_with
 from trl_quant.precisions import PRECISIONS, with_experts
-from trl_quant.rollout import RolloutNoise
+from trl_quant.rollout import RolloutNoise, TransformersEngine
 from trl_quant.rollout.vllm.experts import AS_LOADED, REORDERED, backend_of, expert_layers
 from trl_quant.rollout.vllm.support import supported_precisions
 
@@ -270,3 +271,44 @@ def test_a_sync_of_what_has_changed(precision, sleeping, tmp_path, monkeypatch):
         model.load_state_dict(state)
         assert alike(repeated(fresh(model, precision, tmp_path / f"checkpoint-{number}", **codes)), samples)
     torch.cuda.empty_cache()
+
+
+def test_experts_in_int8_round_their_inputs(tmp_path, monkeypatch):
+    """
+    vLLM is nearer to the embedded engine than to one that rounds the experts' weights alone, where a few channels of
+    their inputs are large. vLLM 0.26, which is refused, was 0.35 and 0.17 nats a token away on an H200. On a CPU a loop
+    that rounds inputs is 0.28 and 0.38 away.
+    """
+    model = mixture(tmp_path / "model", "qwen3_moe")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.post_attention_layernorm.weight[3::61] *= 64
+    sampler = engine(model, "int8")
+    sampler.sync()
+    sampled = score(sampler.llm).cpu()
+    other = TransformersEngine(
+        model=model,
+        accelerator=sampler.accelerator,
+        processing_class=tiny_tokenizer(),
+        precision="int8",
+        max_completion_length=8,
+    )
+
+    def difference() -> float:
+        other.sync()
+        rows = zip(other.score(PROMPTS), PROMPTS, strict=True)
+        own = torch.tensor([logp for row, ids in rows for logp in row[1 - len(ids) :]])
+        return (sampled - own).abs().mean().item()
+
+    right = difference()
+    load = EngineExperts.load
+
+    def load_weights_alone(self, weight):
+        self.rounded = load(self, weight)
+        return self.rounded
+
+    monkeypatch.setattr(EngineExperts, "load", load_weights_alone)
+    monkeypatch.setattr(EngineExperts, "__getitem__", lambda self, expert: self.rounded[expert])
+    wrong = difference()
+    print(f"INT8: {right:.3f} nats a token from the embedded engine, {wrong:.3f} from one of weights alone")
+    assert right < 0.9 * wrong

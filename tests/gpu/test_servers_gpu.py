@@ -32,9 +32,11 @@ from training import config, dataset, make
 from vllm_engines import GPU_MIXTURE, GPU_MODEL, SMALL, fresh, one_by_one, served
 
 from trl_quant import QuantGRPOConfig, QuantGRPOTrainer
+from trl_quant.config.checks.rule import refusal
 from trl_quant.layers import UnifiedLinear
 from trl_quant.models.families import HEAD, ROUTERS
 from trl_quant.precisions import PRECISIONS, in_vllm, qat_precisions
+from trl_quant.rollout.vllm.support import check_experts_here
 from trl_quant.storage.layout import quantize_checkpoint
 
 
@@ -137,6 +139,8 @@ CASES += [(precision, "async") for precision in ("bf16", "fp8", "int8")]
 def test_server(tmp_path, precision, kind, gpus):
     if torch.cuda.device_count() < gpus:
         pytest.skip("needs two GPUs")
+    if kind == "experts" and (missing := refusal(check_experts_here, precision)):
+        pytest.skip(missing)
     family = {"family": "qwen3_moe", "tied": False, **GPU_MIXTURE} if kind == "experts" else GPU_MODEL
     model = save_tiny(tmp_path / "model", dtype=torch.bfloat16, **family)
     flags = ["--dtype", "bfloat16", "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"]

@@ -141,6 +141,8 @@ def require_kernels(model) -> None:
 
 def engine(model, precision: str, processor=None, **options) -> VLLMEngine:
     require_kernels(model)
+    if GPU and number_of_experts(model.config.to_dict()) > 1 and (missing := refusal(check_experts_here, precision)):
+        pytest.skip(missing)
     settings = {
         "mode": "colocate",
         "max_model_length": 512,

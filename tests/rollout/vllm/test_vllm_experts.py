@@ -245,6 +245,16 @@ def test_versions_that_were_not_shown_on_a_cpu_are_refused(monkeypatch):
     support.check_experts_here("bf16")
 
 
+def test_versions_that_leave_the_inputs_of_int8_experts_in_bf16_are_refused(monkeypatch):
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    monkeypatch.setattr(support, "vllm_version", lambda: Version("0.27.1"))
+    with pytest.raises(ValueError, match=r"'int8' in vLLM 0\.27\.1, but .* quantizes in this precision from 0\.28 on"):
+        support.check_experts_here("int8")
+    support.check_experts_here("fp8")
+    monkeypatch.setattr(support, "vllm_version", lambda: Version("0.28"))
+    support.check_experts_here("int8")
+
+
 def test_experts_that_vllm_pads_are_refused(tmp_path):
     with pytest.raises(ValueError, match="vLLM pads experts 48 wide to 64"):
         engine(policy(tmp_path, family="qwen3_moe", moe_intermediate_size=48), "bf16")

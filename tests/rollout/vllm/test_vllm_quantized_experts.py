@@ -19,6 +19,7 @@ from tiny import MIXTURES
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 from int8_experts import int8_experts_on_cpu
+from vllm.model_executor.layers.fused_moe import config as vllm_experts
 from vllm_engines import engine, fresh, greedy, policy, update
 
 from trl_quant.formats import quantize
@@ -174,6 +175,23 @@ def test_other_experts_than_the_precisions_are_refused(sampler):
     for precision in ("fp8", "nvfp4", "bf16"):
         with pytest.raises(ValueError, match=r"runs the experts of layer 1 with CompressedTensorsW8A8Int8MoEMethod"):
             sampler.llm.apply_model(lambda model, precision=precision: drop_first(model, precision))
+
+
+def test_experts_with_inputs_in_16_bits_are_refused(sampler):
+    """As vLLM below 0.28 multiplies INT8 experts whose checkpoint has no scales of inputs."""
+    scales = {"w1_scale": torch.ones(4, 8, 1), "w2_scale": torch.ones(4, 8, 1)}
+    weight_only = vllm_experts.int8_w8a16_moe_quant_config(**scales, w1_zp=None, w2_zp=None)
+    both = vllm_experts.int8_w8a8_moe_quant_config(**scales, a1_scale=None, a2_scale=None, per_act_token_quant=True)
+
+    def check(model, found) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            for layer in expert_layers(model).values():
+                patch.setattr(layer.quant_method, "moe_quant_config", found)
+            check_experts(model, "int8")
+
+    sampler.llm.apply_model(partial(check, found=both))
+    with pytest.raises(ValueError, match=r"'int8': vLLM multiplies the experts of layer [01] with inputs in 16 bits"):
+        sampler.llm.apply_model(partial(check, found=weight_only))
 
 
 def drop_first(model, precision: str) -> None:

@@ -89,6 +89,12 @@ def check_experts(model: nn.Module, precision: str) -> None:
                 f"{type(method).__name__} ({backend or 'no kernel'}), not with {PRECISIONS[precision].vllm.experts} "
                 f"({' or '.join(backends)}). Sample with `use_vllm=False`, or leave `rollout_precision` unset."
             )
+        multiplied = method.moe_quant_config  # `None` where vLLM does not say
+        if multiplied is not None and (multiplied.quant_dtype is None) != (format is None or weight_only):
+            raise ValueError(
+                f"`rollout_precision`={precision!r}: vLLM multiplies the experts of layer {index} with inputs in "
+                f"{multiplied.quant_dtype or '16 bits'}, which is another precision. Sample with `use_vllm=False`."
+            )
         width = method.moe.intermediate_size_per_partition
         if backend in AS_LOADED and layer.w2_weight.shape[-1] != width:
             raise ValueError(

@@ -235,6 +235,13 @@ def check_experts_here(precision: str, otherwise: str = "use_vllm=False") -> Non
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
+        first = PRECISIONS[precision].vllm.experts_from
+        if vllm_version() < Version(first):
+            raise ValueError(
+                f"`rollout_precision`={precision!r} in vLLM {vllm_version()}, but the policy is a mixture of experts, "
+                f"whose inputs vLLM quantizes in this precision from {first} on. Install that, take another precision, "
+                f"or set `{otherwise}` to sample from the embedded engine."
+            )
         return
     if PRECISIONS[precision].format is not None:
         raise ValueError(
