@@ -195,3 +195,34 @@ def test_sampling_while_training():
     assert (
         f"commit {raw['commit']}, load {raw['load']:.1f}" in page and raw["command"].split("--completions")[1] in page
     )
+
+
+def test_sampling_while_training_beside_steps():
+    raw, steps = read(f"async-7b-one-card-64x1024-{H200}"), read(f"step-7b-geometric-64x1024-{H200}")
+    assert raw["commit"] == steps["commit"] and raw["commit"] in BENCHMARKS
+    (lengths,) = steps["lengths"].values()
+    tokens = [sum(of_step) for of_step in lengths[1:]]  # the first one warms up
+    rows = {}
+    for run in steps["runs"]:
+        (found,) = run["results"].values()
+        rows[run["trainer"]] = [step["step"] for step in found["steps"]], tokens
+    rows["async"] = raw["found"]["seconds"], raw["found"]["tokens"]
+    rates = {name: sum(trained) / sum(seconds) for name, (seconds, trained) in rows.items()}
+    names = {"trl-control": "TRL's control, BF16, synchronous", "fp8": "`fp8`, synchronous"}
+    for name, (seconds, trained) in rows.items():
+        numbers = f"{fmean(seconds):.2f} s | {min(seconds):.2f}, {max(seconds):.2f} s | {fmean(trained):,.0f}"
+        assert f"| {names.get(name, '`fp8`, asynchronous')} | {numbers} | {rates[name]:,.0f} |" in BENCHMARKS
+    ratio = f"{rates['async'] / rates['fp8']:.2f}"
+    assert f"tokens a second compare them: {ratio}x" in BENCHMARKS
+    assert f"on {ratio} times as many tokens a second as" in " ".join(TEXTS["docs/async.md"].split())
+    idle, busy = [], []
+    for seconds in raw["logged"]["perf/fwd_bwd_s"]:
+        (idle if seconds < 4 else busy).append(seconds)
+    told = f"took {min(idle):.1f} to {max(idle):.1f} s where enough samples waited and the server was idle, and"
+    assert f"{told} {min(busy):.1f} to {max(busy):.1f} s while it sampled" in " ".join(BENCHMARKS.split())
+    waiting = [size for size in raw["logged"]["sample/rollout_queue_size"] if size > 90]
+    assert len(waiting) == len(idle) - 1  # and the first update, before which the server had not begun to sample more
+    _, *syncs = raw["logged"]["perf/weight_sync_transfer_s"]
+    assert f"A sync took {min(syncs):.2f} to {max(syncs):.2f} s without the first one" in BENCHMARKS
+    assert f"The mean age was {fmean(raw['found']['age']):.1f}." in BENCHMARKS
+    assert f"longer than {max(raw['found']['waited']):.2f} s for samples" in BENCHMARKS
