@@ -38,6 +38,7 @@ def against_tis(name: str) -> Rows:
     rows[f"INT4, {U4}, more seeds"] = ("stage_2", f"int4 {name} u4", "int4 tis u4")
     rows[OUTLIERS] = ("stage_3_outliers", f"int8 {name}", "int8 tis")
     rows[TEXT] = ("stage_3_text", f"mxfp4 {name}", "mxfp4 tis")
+    rows["INT4, asynchronous, age 3"] = ("asynchronous", f"int4 {name} a3", "int4 tis a3")
     return {where: row for where, row in rows.items() if row in designed()}
 
 
@@ -114,6 +115,11 @@ FLIGHT = {
     for precision in ("bf16", "int4")
     for factor in (2, 3)
 }
+AGE = {
+    f"{precision.upper()}, age {age}": ("asynchronous", f"{precision} tis a{age}", f"{precision} tis a0")
+    for precision in ("bf16", "int8", "int4")
+    for age in (1, 3)
+}
 FLIGHT["BF16, factor 3, `ais` against `tis`"] = ("in_flight", "bf16 ais x3", "bf16 tis x3")
 REPLAY = {
     f"mixture, {precision.upper()}": ("routing", f"{precision} replay", f"{precision} no replay")
@@ -166,6 +172,7 @@ ADVICE = {
     "`ess_step_scaling` stays off": SCALED,
     "What quantized samples cost with the default": FULL,
     "What `rollouts_in_flight` costs, with the default": FLIGHT,
+    "What the age of samples costs in asynchronous training, with the default": AGE,
     "`router_replay` stays on for its mismatch. A gain in accuracy is not shown": REPLAY,
     "`train_precision` is for speed. A gain or a loss in accuracy is not shown": UNIFIED,
 }

@@ -124,8 +124,8 @@ def ratios(question: Question, groups: Sequence[Group], metric: str) -> list[dic
 
 def compared(question: Question, groups: Sequence[Group], brief: bool = False) -> str:
     """
-    The tables of those; nothing where the question compares nothing. Brief ones say a family once, and of the p values
-    only Holm's.
+    The tables of those; nothing where the question compares nothing. Brief ones have the first family alone, whose name
+    they say once, and of the p values only Holm's.
     """
     text = _table("comparisons", "difference", "{:+.3f}", differences(question, groups), brief)
     for label, metric in question.ratios.items():
@@ -136,6 +136,8 @@ def compared(question: Question, groups: Sequence[Group], brief: bool = False) -
 def _table(title: str, kind: str, number: str, rows: Sequence[dict], brief: bool) -> str:
     if not rows:
         return ""
+    if brief:
+        rows = [row for row in rows if row["family"] == rows[0]["family"]]
     header = [title, "cell", "against", "pairs", kind, "95%", *([] if brief else ["p"]), "p (Holm)"]
     lines, said = ["", f"| {' | '.join(header)} |", "|" + "---|" * len(header)], None
     for row in rows:

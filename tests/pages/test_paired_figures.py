@@ -309,3 +309,43 @@ def test_what_reuse_keeps_without_the_seed_that_chose_it():
     told = "Without seed 0 `tis` keeps {tis:.0%}, `none` {none:.0%} and `geometric` {geometric:.0%}."
     assert told.format(**kept) in PAGE
     assert f"and here at {ends['mxfp4 none'][0][-1]:.3f} with 2.13" in PAGE
+
+
+# Asynchronous training
+
+
+def test_what_is_told_of_age_is_what_was_measured():
+    question, (rows, groups) = QUESTIONS["asynchronous"], stored(RESULTS / "study" / "asynchronous.json.xz")
+    runs = [run for row in rows for run in row["runs"]]
+    assert len(runs) == 3 * len(question.cells) == 105 and "All 105 have ended" in PAGE
+    assert f"{sum(run['seconds'] for run in runs) / 3600:.0f} core-hours" in PAGE
+    compared = differences(question, groups)
+    assert min(row["holm"] for row in compared) > 0.05 and {row["family"] for row in compared} == {*question.compared}
+    found = {(row["cell"], row["against"]): row for row in compared}
+
+    def told(cell: str, against: str, said: str = "") -> str:
+        return "{mean:+.3f}{said} ({low:+.3f} to {high:+.3f})".format(**found[cell, against], said=said)
+
+    assert f"`none` {told('int4 none a3', 'int4 tis a3', ' from `tis`')} and `coupled` " in PAGE
+    assert f"and `coupled` {told('int4 coupled a3', 'int4 tis a3')}." in PAGE
+    one = [told(f"{precision} tis a1", f"{precision} tis a0") for precision in ("bf16", "int8", "int4")]
+    three = [told(f"{precision} tis a3", f"{precision} tis a0") for precision in ("bf16", "int8", "int4")]
+    first, interval = one[0].split(" ", 1)
+    assert f"samples of age 1 end {first} from those of age 0 in BF16 {interval}, " in PAGE
+    in_words = [text.replace(" (", f" in {precision} (", 1) for text, precision in zip(one[1:], ("INT8", "INT4"))]
+    assert f"{in_words[0]}, and {in_words[1]}; of age 3 {three[0]}, {three[1]} and {three[2]}." in PAGE
+    lows = {p: min(found[f"{p} tis a{age}", f"{p} tis a0"]["low"] for age in (1, 3)) for p in ("bf16", "int8", "int4")}
+    assert max(-lows["bf16"], -lows["int8"]) < 0.0455 < -lows["int4"]
+    assert all("losses above 0.045" in text for text in (PAGE, " ".join(TEXTS["docs/async.md"].split())))
+    values = {row["name"]: row["metrics"] for row in rows}
+    kl = {name: f"{of['KL']['mean']:.1e}".replace("e-0", "e-") for name, of in values.items() if of["KL"]}
+    apart = f"KL of a token is {kl['bf16 tis a3']} in BF16 at age 3, {kl['int4 tis a0']} in INT4 at age 0, and "
+    assert f"{apart}{kl['int4 tis a3']} in INT4 at age 3." in PAGE
+    assert f"at age 1 they are {kl['bf16 tis a1']} and {kl['int4 tis a1']}." in PAGE
+    ends = {
+        name: [values[f"int4 {name} a{age}"]["final accuracy"]["mean"] for age in (0, 1, 3)]
+        for name in ("coupled", "tis")
+    }
+    shown = {name: "{:.3f}, {:.3f} and {:.3f}".format(*of) for name, of in ends.items()}
+    assert f"ends at {shown['coupled']} at ages 0, 1 and 3, where `tis` ends at {shown['tis']}." in PAGE
+    assert all(low < high for low, high in zip(ends["coupled"], ends["tis"]))
