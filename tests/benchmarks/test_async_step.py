@@ -97,7 +97,7 @@ def test_the_servers_start_from_the_policy_that_was_written(async_step, tmp_path
     given = ["--policy", str(policy), "--tokenizer", str(words), "--trainer", "int8"]
     async_step.main([*given, "--lora", "8", "--max_staleness", "3"])
     theirs, ours = capsys.readouterr().out.split("# ours")
-    assert f"vllm serve {policy} " in theirs and "--max-lora-rank 8 --max-loras 5" in theirs
+    assert f"api_server --model {policy} " in theirs and "--max-lora-rank 8 --max-loras 5" in theirs
     assert f"prepare --model {policy} --format int8" in ours and "--port 8001" in ours
     written = policy.stat().st_mtime_ns, (policy / "model.safetensors").stat().st_mtime_ns
     async_step.main([*given, "--lora", "0"])
