@@ -141,12 +141,26 @@ SEQUENCES = {
     OUTLIERS: ("stage_3_outliers", "int8 tis, sequences", "int8 tis"),
 }
 SCALED = {f"INT4, {U4}": ("stage_2", "int4 tis, scaled steps, u4", "int4 tis u4")}
+FEW = "INT8, AdamW, few codes change"
+SCALES = {
+    FEW: ("scales", "int8 s=1.5", "int8"),
+    f"{FEW}, scaled by 2": ("scales", "int8 s=2", "int8"),
+    f"{FEW}, 1.5 times the learning rate instead": ("scales", "int8 faster", "int8"),
+    f"{FEW}, scaled by 1.5, against that": ("scales", "int8 s=1.5", "int8 faster"),
+    f"{FEW}, scaled by 2, against that": ("scales", "int8 s=2", "int8 faster"),
+    "full precision, 1.5 times the learning rate": ("scales", "full precision faster", "full precision"),
+}
 UAQ = {
-    f"{precision.upper()}, {optimizer}": ("uaq", f"{precision} {name} s=1.5", f"{precision} {name} s=1")
-    for precision in ("int8", "fp8")
-    for name, optimizer in (("adamw", "AdamW"), ("sgd", "SGD"))
+    FEW: SCALES[FEW],
+    **{
+        f"{precision.upper()}, {optimizer}": ("uaq", f"{precision} {name} s=1.5", f"{precision} {name} s=1")
+        for precision in ("int8", "fp8")
+        for name, optimizer in (("adamw", "AdamW"), ("sgd", "SGD"))
+    },
 }
 NOISE = {
+    "NVFP4 base, from 0.01": ("noisy_base", "nvfp4 noise 0.01", "nvfp4"),
+    "NVFP4 base, from 0.05": ("noisy_base", "nvfp4 noise 0.05", "nvfp4"),
     "NVFP4, no correction": ("noise", "nvfp4 none exponential", "nvfp4 none silent"),
     "NVFP4, `acr`": ("noise", "nvfp4 acr exponential", "nvfp4 acr silent"),
 }
@@ -170,6 +184,7 @@ ADVICE = {
     "Nor is `none`, and in 4 bits with several updates it is worse": against_tis("none"),
     "Weights of whole sequences stay off: with several updates a run ends below full precision": SEQUENCES,
     "`ess_step_scaling` stays off": SCALED,
+    "`uaq_scale` stays off: where it gains, a larger learning rate gains as much": SCALES,
     "What quantized samples cost with the default": FULL,
     "What `rollouts_in_flight` costs, with the default": FLIGHT,
     "What the age of samples costs in asynchronous training, with the default": AGE,
@@ -188,6 +203,14 @@ CLAIMS = {
         },
     ),
     "QuRL: scaled by 1.5 (`uaq_scale`) it learns more": (1, UAQ),
+    "QuRL: and more than with a larger learning rate": (
+        1,
+        {where: row for where, row in SCALES.items() if row[2] == "int8 faster"},
+    ),
+    "QuRL: with a larger scale, 2, or learning rate it learns less": (
+        -1,
+        {where: row for where, row in SCALES.items() if row[1:] in (("int8 s=2", "int8"), ("int8 faster", "int8"))},
+    ),
     "AIS: from FP8 samples without a correction it learns less than from full precision": (
         -1,
         {
@@ -206,6 +229,7 @@ CLAIMS = {
     "QeRL: LoRA learns more on an NVFP4 base": (
         1,
         {
+            "NVFP4, the sampler shares the base": ("noisy_base", "nvfp4", "full precision"),
             "NVFP4, sampled beside the base": ("adapter", "nvfp4 beside tis", "full precision"),
             "NVFP4, trained on the base too": ("qat", "nvfp4 frozen base", "full precision, adapter"),
         },

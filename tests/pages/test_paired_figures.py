@@ -349,3 +349,69 @@ def test_what_is_told_of_age_is_what_was_measured():
     shown = {name: "{:.3f}, {:.3f} and {:.3f}".format(*of) for name, of in ends.items()}
     assert f"ends at {shown['coupled']} at ages 0, 1 and 3, where `tis` ends at {shown['tis']}." in PAGE
     assert all(low < high for low, high in zip(ends["coupled"], ends["tis"]))
+
+
+# The first tables of QeRL, and QuRL's fourth
+
+
+def found_in(name: str, apart: int) -> dict[tuple[str, str], str]:
+    """The comparisons of a question that ran as it was designed, `apart` of which are told apart: cells -> as told."""
+    question, (rows, groups) = QUESTIONS[name], stored(RESULTS / "study" / f"{name}.json.xz")
+    runs = [run for row in rows for run in row["runs"]]
+    assert {row["name"]: sorted(run["seed"] for run in row["runs"]) for row in rows} == {
+        cell.name: [*range(30, 36)] for cell in question.cells
+    }
+    assert {run["commit"][:8] for run in runs} == {"188f7aeb"} and len({run["machine"] for run in runs}) == 1
+    assert f"{sum(run['seconds'] for run in runs) / 3600:.1f} core-hours): " in PAGE
+    compared = differences(question, groups)
+    assert sum(row["holm"] < 0.05 for row in compared) == apart
+    return {(row["cell"], row["against"]): "{mean:+.3f} ({low:+.3f} to {high:+.3f})".format(**row) for row in compared}
+
+
+def test_what_is_told_of_a_base_in_nvfp4_and_of_noise():
+    found = found_in("noisy_base", apart=0)
+    assert "0.7 core-hours): nothing is told apart" in PAGE
+    base, small, large = (
+        found[pair].split(" ", 1)
+        for pair in (("nvfp4", "full precision"), *((f"nvfp4 noise {sigma}", "nvfp4") for sigma in (0.01, 0.05)))
+    )
+    told = f"The base is {base[0]} from full precision {base[1]}, noise from 0.01 {small[0]} from none {small[1]}, "
+    assert f"{told}and from 0.05 {large[0]} {large[1]}." in PAGE
+
+
+def test_what_is_told_of_scales_where_a_step_changes_few_codes():
+    found = found_in("scales", apart=6)
+    half, double, faster, full = (
+        found[cell, of].split(" ", 1)
+        for cell, of in (
+            *((f"int8 {name}", "int8") for name in ("s=1.5", "s=2", "faster")),
+            ("full precision faster", "full precision"),
+        )
+    )
+    told = f"With s = 1.5 a run ends {half[0]} from none {half[1]}, with s = 2 {double[0]} {double[1]}, "
+    told += f"and with 1.5 times the learning rate {faster[0]} {faster[1]}, which gives full precision "
+    assert f"{told}{full[0]} {full[1]} too." in PAGE
+    interval = half[1].replace("+", "")
+    advice = (
+        f"it gains {half[0][1:]} in accuracy with INT8 samples and a small learning rate {interval[:-1]}, six models)"
+    )
+    assert f"{advice}, and 1.5 times the learning rate gains {faster[0][1:]}." in " ".join(ADVICE.split())
+    question, (_, groups) = QUESTIONS["scales"], stored(RESULTS / "study" / "scales.json.xz")
+    same = {(row["cell"], row["against"]) for row in differences(question, groups) if row["holm"] > 0.05}
+    assert same == {("int8 s=1.5", "int8 faster"), ("int8 s=2", "int8 faster"), ("int8", "full precision")}
+    rows, _ = stored(RESULTS / "study" / "scales.json.xz")
+    metrics = {row["name"]: row["metrics"] for row in rows}
+    changed = [metrics[name]["codes changed"]["mean"] for name in ("int8", "int8 s=1.5", "int8 s=2")]
+    assert "changes {:.2%} of the codes, with the scales {:.2%} and {:.2%}".format(*changed) in PAGE
+
+
+def test_the_pilot_of_scales():
+    rows, _ = stored(RESULTS / "study-pilot-of-scales.json.xz")
+    logs = {row["name"]: run["log"] for row in rows for run in row["runs"]}
+    slow, fast = (logs[f"full precision lr {rate}"] for rate in ("1e-05", "2e-05"))
+    (ended,), (ended_fast,) = (log["final_accuracy"].values() for log in (slow, fast))
+    began = slow["eval_accuracy"]["0"]
+    assert f"from {began:.3f} to {ended:.3f} with 1e-5, and to {ended_fast:.3f} with 2e-5" in PAGE
+    assert ended - began > 0.05 and fast["eval_accuracy"]["0"] == began
+    (rate,) = {cell.learning_rate for cell in QUESTIONS["scales"].cells if not cell.name.endswith("faster")}
+    assert rate == 1e-5
