@@ -103,6 +103,7 @@ NAMES = {
     f"{COMPRESSED}.compressed_tensors": "CompressedTensorsLinearMethod",
     f"{COMPRESSED}": "compressed_tensors compressed_tensors_moe",
     f"{COMPRESSED}.compressed_tensors_moe": "compressed_tensors_moe_w8a8_int8",
+    "vllm.model_executor.layers.fused_moe": "config",
     "vllm.model_executor.layers.fused_moe.config": "int8_w8a16_moe_quant_config int8_w8a8_moe_quant_config",
     "vllm.model_executor.layers.fused_moe.oracle.fp8": "Fp8MoeBackend",
     "vllm.model_executor.layers.fused_moe.oracle.int8": "Int8MoeBackend",

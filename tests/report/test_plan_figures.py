@@ -176,7 +176,7 @@ def runs_of_steps() -> list:
 def estimate_of_step(estimated, run) -> int:
     _, given, size, rank, micro, kind, shape, _ = run
     completions, new = map(int, shape.partition(" ")[0].split("x"))
-    if kind != "trl" and "lognormal" in shape:  # packed rows hold no padding
+    if kind != "trl" and not shape.endswith(" equal"):  # packed rows hold no padding
         new = max(sum(each) for each in given["lengths"][shape]) // completions
     settings = {"optim": "adamw_torch_fused" if rank else "sgd"}
     if kind != "trl":
@@ -209,7 +209,7 @@ def off(errors: list[float]) -> str:
 
 def is_plain(run) -> bool:
     """Whether all completions have one length, and no row shares a prompt."""
-    return "lognormal" not in run[6] and run[1].get("method") != "rloo"
+    return run[6].endswith(" equal") and run[1].get("method") != "rloo"
 
 
 @pytest.mark.parametrize("run", runs_of_steps(), ids=lambda run: f"{run[0].removesuffix('.json.xz')} {run[5]} {run[6]}")
