@@ -115,12 +115,12 @@ FLIGHT = {
     for precision in ("bf16", "int4")
     for factor in (2, 3)
 }
+FLIGHT["BF16, factor 3, `ais` against `tis`"] = ("in_flight", "bf16 ais x3", "bf16 tis x3")
 AGE = {
     f"{precision.upper()}, age {age}": ("asynchronous", f"{precision} tis a{age}", f"{precision} tis a0")
     for precision in ("bf16", "int8", "int4")
     for age in (1, 3)
 }
-FLIGHT["BF16, factor 3, `ais` against `tis`"] = ("in_flight", "bf16 ais x3", "bf16 tis x3")
 REPLAY = {
     f"mixture, {precision.upper()}": ("routing", f"{precision} replay", f"{precision} no replay")
     for precision in ("bf16", "int8", "fp8", "int4")
@@ -184,7 +184,7 @@ ADVICE = {
     "Nor is `none`, and in 4 bits with several updates it is worse": against_tis("none"),
     "Weights of whole sequences stay off: with several updates a run ends below full precision": SEQUENCES,
     "`ess_step_scaling` stays off": SCALED,
-    "`uaq_scale` stays off: where it gains, a larger learning rate gains as much": SCALES,
+    "`uaq_scale` stays off: where it gains, a larger learning rate gains too": SCALES,
     "What quantized samples cost with the default": FULL,
     "What `rollouts_in_flight` costs, with the default": FLIGHT,
     "What the age of samples costs in asynchronous training, with the default": AGE,
