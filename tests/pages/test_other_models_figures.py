@@ -226,3 +226,41 @@ def test_sampling_while_training_beside_steps():
     assert f"A sync took {min(syncs):.2f} to {max(syncs):.2f} s without the first one" in BENCHMARKS
     assert f"The mean age was {fmean(raw['found']['age']):.1f}." in BENCHMARKS
     assert f"longer than {max(raw['found']['waited']):.2f} s for samples" in BENCHMARKS
+
+
+def test_trainers_that_sample_while_training():
+    raw = read(f"async-7b-one-card-trainers-{H200}")
+    steps = read(f"step-7b-geometric-64x1024-in-flight-{H200}")
+    assert raw["commit"] == steps["commit"] and f"commit {raw['commit']}" in BENCHMARKS
+    (run,) = steps["runs"]
+    (found,) = run["results"].values()
+    partial = found["in_flight"][1:]  # the first one warms up
+    seconds, tokens = (
+        [step["step"] for step in found["steps"]],
+        [64 * step["completions/mean_length"] for step in partial],
+    )
+    rows = {"`fp8`, `rollouts_in_flight=2`": (seconds, tokens, [step["rollouts/age"] for step in partial])}
+    names = {"trl-async": "TRL's asynchronous, BF16", "bf16": "BF16, asynchronous", "fp8": "`fp8`, asynchronous, again"}
+    logged = {}
+    for each in raw["runs"]:
+        trainer = each["found"]["trainer"]
+        rows[names[trainer]] = [each["found"][name] for name in ("seconds", "tokens", "age")]
+        logged[trainer] = each["logged"]
+    rates = {name: sum(tokens) / sum(seconds) for name, (seconds, tokens, _) in rows.items()}
+    for name, (seconds, tokens, age) in rows.items():
+        numbers = f"{fmean(seconds):.2f} s | {min(seconds):.2f}, {max(seconds):.2f} s | {fmean(tokens):,.0f}"
+        assert f"| {name} | {numbers} | {rates[name]:,.0f} | {fmean(age):.1f} |" in BENCHMARKS
+    ratio = f"{rates['`fp8`, `rollouts_in_flight=2`'] / rates[names['fp8']]:.2f}"
+    assert f"trained on {ratio} times as many tokens a second as the asynchronous trainer" in BENCHMARKS
+    assert f"trained on {ratio} times as many as the asynchronous one" in " ".join(TEXTS["docs/async.md"].split())
+    dropped = sum(count or 0 for count in logged["trl-async"]["sample/dropped_stale_total"][1:])
+    updates = len(rows[names["trl-async"]][0])
+    assert f"trained on {64 * updates} samples and dropped {dropped:.0f} as older" in BENCHMARKS
+    waits = sorted(wait for wait in logged["trl-async"]["perf/rollout_wait_s"][1:] if wait > 1)
+    assert f"it waited, twice, for {waits[0]:.1f} and {waits[1]:.1f} s" in BENCHMARKS and len(waits) == 2
+    sent = [logged[name]["perf/weight_sync_transfer_s"][1:] for name in names]
+    theirs, ours = sent[0], sent[1] + sent[2]
+    told = f"its adapter in {min(theirs):.2f} to {max(theirs):.2f} s, ours the merged weights in {min(ours):.2f} to"
+    assert f"{told} {max(ours):.2f} s" in BENCHMARKS
+    loads = [run["load"][0], *(each["load"] for each in raw["runs"])]
+    assert f"load {min(loads):.1f} to {sorted(loads)[-2]:.1f}, and {max(loads)} in the last minute" in BENCHMARKS
