@@ -112,8 +112,8 @@ def test_a_configuration_can_be_run(name, tmp_path):
         assert lacks_for_speed(args, True, torch.bfloat16) == []
     if name == "7b-fp8-64x1024":
         (step,) = [s for s in STEPS if (s.size, s.rollout, s.train, s.completions) == ("7b", "fp8", "fp8", 64)]
-        assert differences(step, args, torch.bfloat16) == []
-        assert differences(replace(step, completions=8), args, torch.bfloat16)
+        assert differences(step, args, torch.bfloat16, True) == []
+        assert differences(replace(step, completions=8), args, torch.bfloat16, True)
 
 
 def test_the_first_line_says_what_a_run_lacks(tmp_path):

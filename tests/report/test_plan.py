@@ -141,7 +141,7 @@ PACKED = {
 
 
 @pytest.mark.parametrize("case", [*PADDED, *PACKED])
-def test_memory_of_prompts_is_what_the_run_computes(options, capsys, unloaded, tmp_path, case):
+def test_memory_of_prompts_is_what_the_run_computes(options, capsys, unloaded, tmp_path, monkeypatch, case):
     """Each completion has its own where rows are padded, or their attention shares none. Else it is less."""
     family, sizes, own = (PADDED | PACKED)[case]
     path = save_tiny(tmp_path / "model", family, hidden_size=256, vocab_size=512, **sizes)
@@ -149,11 +149,13 @@ def test_memory_of_prompts_is_what_the_run_computes(options, capsys, unloaded, t
         Blip2Processor(BlipImageProcessorPil(), tiny_tokenizer()).save_pretrained(path)
     long = [{"prompt": "1" * 2000, "answer": "1"}] * 8
     (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in long))
-    taken = []
+    taken, once = [], []  # and what the cost is told
+    monkeypatch.setattr("trl_quant.report.plan.cost", lambda *given: once.append(given[-1]))
     for packs in ([], ["--pack_sequences", "false"]):
         main(["plan", path, *options, "--rollout_precision", "int4", *own, *packs])
         taken.append(float(re.search(r"checkpoints ([\d.]+)", capsys.readouterr().out)[1]))
     assert (taken[0] == taken[1]) == (case in PADDED) and taken[1] > 0
+    assert once == [case not in PADDED, False]
 
 
 def test_the_card_is_the_one_that_is_named(model_dir, options, capsys, unloaded):

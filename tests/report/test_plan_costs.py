@@ -55,9 +55,11 @@ MEASURED |= {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 8}
 
 @pytest.fixture
 def cost(tmp_path):
-    def of(size: str = "7b", rank: int = 32, dtype=torch.bfloat16, kind: type = QuantGRPOConfig, **settings) -> str:
+    def of(
+        size: str = "7b", rank: int = 32, dtype=torch.bfloat16, kind=QuantGRPOConfig, prompts_once=True, **settings
+    ) -> str:
         args = kind(output_dir=tmp_path, use_cpu=True, bf16=True, report_to=[], **settings)
-        return measured.cost(args, shape_of(size, rank), dtype)
+        return measured.cost(args, shape_of(size, rank), dtype, prompts_once)
 
     return of
 
@@ -96,7 +98,7 @@ def test_a_run_with_other_settings_is_told_in_what_it_differs(cost):
         "4 updates a generation": {"gradient_accumulation_steps": 2, "steps_per_generation": 8},
         "no `gradient_checkpointing`": {"gradient_checkpointing": False},
         "`use_liger_kernel`": {"use_liger_kernel": True},
-        "padded rows": {"pack_sequences": False},
+        "prompts that are computed for each completion": {"prompts_once": False},
         "a reference model": {"beta": 0.04},
         "`is_correction`='trl', which scores a generation first": {"is_correction": "trl"},
     }

@@ -240,10 +240,10 @@ def test_a_step_of_a_dense_model_is_not_a_mixtures(tmp_path):
     args.resolve_for(adapted=False)
     dense = Shape.of(tiny_model().config)
     sized = replace(dense, linear=7_000_000_000, other=600_000_000)
-    assert "not measured for this model" not in cost(args, sized, torch.bfloat16)
+    assert "not measured for this model" not in cost(args, sized, torch.bfloat16, True)
     mixture = replace(sized, experts=6_000_000_000, per_token=2, active=sized.parameters)
-    assert "not measured for this model" in cost(args, mixture, torch.bfloat16)
-    assert "not measured for this model" in cost(args, replace(sized, state=1), torch.bfloat16)
+    assert "not measured for this model" in cost(args, mixture, torch.bfloat16, True)
+    assert "not measured for this model" in cost(args, replace(sized, state=1), torch.bfloat16, True)
 
 
 # Hybrids

@@ -48,9 +48,12 @@ class Planned:
     on_cpu: bool
     gpus: int = 1
 
+    @property
+    def prompts_once(self) -> bool:
+        return has_prompts_once(self.args, self.policy, self.processing_class)
+
     def memory(self) -> Memory:
-        once = has_prompts_once(self.args, self.policy, self.processing_class)
-        found = estimate(self.args, self.shape, self.dtype, self.prompt, self.card, once)
+        found = estimate(self.args, self.shape, self.dtype, self.prompt, self.card, self.prompts_once)
         if self.gpus == 1:
             return found
         held = {name: size // (self.gpus if name in SHARED_BY_RANKS else 1) for name, size in found.held.items()}

@@ -75,10 +75,11 @@ STEPS = (
 )
 
 
-def cost(args: QuantFields, shape: Shape, dtype: torch.dtype) -> str:
+def cost(args: QuantFields, shape: Shape, dtype: torch.dtype, prompts_once: bool) -> str:
     """
     Describes a run's cost against TRL's in BF16, by a measured step that is like its own, or says in what the most
-    similar one differs. `dtype` is the type in which the policy is loaded.
+    similar one differs. `dtype` is the type in which the policy is loaded, and `prompts_once` says whether a prompt is
+    computed once for its completions in a micro-batch.
     """
     engine = args.spec.source
     if args.spec.sampled_in is None and not args.has_critic:  # TRL has no such PPO
@@ -92,9 +93,9 @@ def cost(args: QuantFields, shape: Shape, dtype: torch.dtype) -> str:
     found = [step for step in STEPS if _is_like(step, args, shape)] if engine == "colocate" else []
     if not found:
         return "not measured for this model, these precisions and this engine"
-    step = min(found, key=lambda step: (len(differences(step, args, dtype)), *_distance(step, args)))
+    step = min(found, key=lambda step: (len(differences(step, args, dtype, prompts_once)), *_distance(step, args)))
     place = f"on one H200 at {step.size.upper()} with {step.completions} completions of {step.new} new tokens"
-    others = differences(step, args, dtype)
+    others = differences(step, args, dtype, prompts_once)
     if others:
         return f"not measured for such a run. The nearest was measured {place}; this run has {', '.join(others)}"
     return (
@@ -103,7 +104,7 @@ def cost(args: QuantFields, shape: Shape, dtype: torch.dtype) -> str:
     )
 
 
-def differences(step: Step, args, dtype: torch.dtype) -> list[str]:
+def differences(step: Step, args, dtype: torch.dtype, prompts_once: bool) -> list[str]:
     """Describes in what a run that [`cost`] compares with a step would take another time than that step."""
     found = []
     if dtype != torch.bfloat16:
@@ -125,7 +126,7 @@ def differences(step: Step, args, dtype: torch.dtype) -> list[str]:
     switches = {
         "no `gradient_checkpointing`": not args.gradient_checkpointing,
         "`use_liger_kernel`": args.use_liger_kernel,
-        "padded rows": args.pack_sequences is False,
+        "prompts that are computed for each completion": not prompts_once,
         "a reference model": args.needs_reference,
         f"`is_correction`={args.is_correction!r}, which scores a generation first": _scores_first(args),
         f"{args.world_size} GPUs": args.world_size > 1,

@@ -130,7 +130,7 @@ def make_plan(
         f"({lengths.source} were measured)",
     ]
     lines += _position_lines(args, config, prompt)
-    memory = None
+    memory, prompts_once = None, args.pack_sequences is not False
     if args.fsdp_version is not None or args.deepspeed_plugin is not None:
         lines.append("Memory: not estimated where FSDP or DeepSpeed shards the weights")
     elif not shape.is_counted:
@@ -147,7 +147,7 @@ def make_plan(
         place, card = _card(card, on_cpu)
         policy = skeleton(config, args.trust_remote_code)
         planned = Planned(args, policy, processing_class, shape, dtype, prompt, card, on_cpu)
-        memory = planned.memory()
+        memory, prompts_once = planned.memory(), planned.prompts_once
         lines += _memory_lines(memory, place, card)
         if shape.experts:
             lines.append(f"  experts   counted for {shape.per_token} a token in `work`, which no run has measured")
@@ -156,7 +156,7 @@ def make_plan(
         lines += in_flight_lines(args, shape, prompt, card)
         if memory.card > card:
             lines += ["It would fit with one of these changes:", *(f"  {line}" for line in cures(planned))]
-    lines.append(f"Cost against BF16: {cost(args, shape, dtype)}")
+    lines.append(f"Cost against BF16: {cost(args, shape, dtype, prompts_once)}")
     lines.append("This machine: " + ("no obstacle found" if refused is None else f"it cannot. {refused}"))
     return Plan(lines, memory, total, refused, memory is None or memory.card <= card)
 

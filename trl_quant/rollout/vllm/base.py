@@ -362,7 +362,7 @@ class VLLMBase(RolloutEngine):
 
         Raises:
             `ValueError`: The policy has become another model.
-            `RuntimeError`: The sync failed; the message names the tensor. vLLM's model is then half loaded, and the
+            `RuntimeError`: The sync failed; the message names the tensor. vLLM's model may then be half loaded, and the
                 engine can no longer be used.
         """
         self.require_alive()
@@ -376,8 +376,8 @@ class VLLMBase(RolloutEngine):
         except BaseException as error:
             cause = str(error).rstrip(".")
             self._failure = (
-                f"The sync of the {self.precision} vLLM engine failed at {self.streaming}: {cause}. The engine is "
-                "half loaded and cannot be used any more; start the run again from its last checkpoint."
+                f"The sync of the {self.precision} vLLM engine failed at {self.streaming}: {cause}. The engine may "
+                "be half loaded and cannot be used any more; start the run again from its last checkpoint."
             )
             if isinstance(error, Exception):
                 raise RuntimeError(self._failure) from error
