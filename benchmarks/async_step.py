@@ -19,7 +19,9 @@ TRL can parse.
 
 The first update warms up. The seconds of the others are between the ends of their syncs, so N completions were trained
 on in each; some of them may have been sampled before. `waited` is the time in which an update waited for samples, and
-`age` that of its samples, which TRL counts when they leave the queue; `tokens` is how many were trained on.
+`age` that of its samples, which TRL counts when they leave the queue; `tokens` is how many were trained on. On a GPU
+`cards` has, since the first update's end, the second, the card, the percentage of time in which it computed, and the
+MiB that are held.
 """
 
 import argparse
@@ -31,7 +33,18 @@ from types import SimpleNamespace
 
 import torch
 from datasets import Dataset
-from engines import CUDA, SHAPES, Clock, adapter, load_tokenizer, model_directory, report, speak, words_of
+from engines import (
+    CUDA,
+    SHAPES,
+    Clock,
+    adapter,
+    load_tokenizer,
+    model_directory,
+    report,
+    speak,
+    watched_cards,
+    words_of,
+)
 from step import draw_prompts, shape_of
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl.chat_template_utils import qwen3_chat_template
@@ -136,10 +149,14 @@ def make_trainer(args) -> QuantAsyncGRPOTrainer:
 
 
 def measure(args, trainer) -> dict:
-    """Trains. Returns the seconds of each update but the first, and how long it waited for samples of which age."""
+    """
+    Trains. Returns the seconds of each update but the first, how long it waited for samples of which age, and what the
+    cards did.
+    """
     ends, (completions, new, lengths) = Ends(), args.completions[0]
     trainer.add_callback(ends)
-    trainer.train()
+    with watched_cards() as cards:
+        trainer.train()
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(logged) == len(ends.times) == args.steps, f"{len(logged)} updates, not {args.steps}"
     for entry in logged:
@@ -153,6 +170,9 @@ def measure(args, trainer) -> dict:
         "waited": [entry["perf/rollout_wait_s"] for entry in logged[1:]],
         "age": [entry[age] for entry in logged[1:]],
         "tokens": [entry["batch/trained_tokens_per_step"] for entry in logged[1:]],
+        "cards": [
+            [round(now - ends.times[0], 2), *rest] for now, *rest in cards if ends.times[0] <= now <= ends.times[-1]
+        ],
     }
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
+from threading import Thread
 
 import torch
 from raw_results import write_results
@@ -338,6 +339,33 @@ class Clock:
                 return original(*args, **kwargs)
 
         setattr(owner, method, watched)
+
+
+@contextmanager
+def watched_cards(period: float = 0.2) -> Iterator[list[list[float]]]:
+    """
+    Collects, until it ends, what `nvidia-smi` says of each card every `period` seconds: the time, the card's number,
+    the percentage of the last moments in which a kernel ran, and the MiB held. The list stays empty without a GPU.
+    """
+    rows: list[list[float]] = []
+    if not CUDA:
+        yield rows
+        return
+    fields = "--query-gpu=index,utilization.gpu,memory.used", "--format=csv,noheader,nounits"
+    command = ["nvidia-smi", *fields, f"--loop-ms={1e3 * period:.0f}"]
+
+    def read() -> None:
+        for line in asked.stdout:
+            rows.append([time.perf_counter(), *map(float, line.split(","))])
+
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as asked:
+        reader = Thread(target=read)
+        reader.start()
+        try:
+            yield rows
+        finally:
+            asked.terminate()
+            reader.join()
 
 
 def kernels_in(profiler) -> list:

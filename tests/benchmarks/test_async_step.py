@@ -2,6 +2,8 @@
 
 import json
 import re
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -53,8 +55,29 @@ def test_the_first_update_warms_up(async_step, monkeypatch, trainer, age):
     monkeypatch.setattr(async_step.Clock, "now", lambda clock: next(ends))
     args = SimpleNamespace(trainer=trainer, completions=[(8, 16, "equal")], steps=3)
     found = async_step.measure(args, Updates([128] * 3))
-    tokens = {"tokens": [128.0] * 2}
+    tokens = {"tokens": [128.0] * 2, "cards": []}
     assert found == {"trainer": trainer, "seconds": [1.0, 0.5], "waited": [0.25, 0.5], "age": [age] * 2} | tokens
+
+
+def test_the_cards_are_watched_after_the_first_update(async_step, monkeypatch, tmp_path):
+    """An `nvidia-smi` that tells of two cards, over and over, is asked until the training ends, and then ends."""
+    asked = tmp_path / "nvidia-smi"
+    asked.write_text(
+        f"#!/bin/sh\necho $$ $@ > {tmp_path}/asked\nwhile :; do echo 0, 97, 1234; echo 1, 0, 8; sleep 0.05; done"
+    )
+    asked.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(sys.modules["engines"], "CUDA", True)
+    monkeypatch.setattr(async_step.Clock, "now", lambda clock: time.perf_counter())
+    updates, steps = Updates([128] * 3), async_step.Ends.on_step_end
+    monkeypatch.setattr(async_step.Ends, "on_step_end", lambda *given: (steps(*given), time.sleep(0.5)))
+    args = SimpleNamespace(trainer="bf16", completions=[(8, 16, "equal")], steps=3)
+    found = async_step.measure(args, updates)
+    assert {tuple(row[1:]) for row in found["cards"]} == {(0, 97, 1234), (1, 0, 8)}
+    times = [row[0] for row in found["cards"]]
+    assert times == sorted(times) and times[0] >= 0 and times[-1] <= sum(found["seconds"]) + 0.01
+    process, *given = (tmp_path / "asked").read_text().split()
+    assert "--loop-ms=200" in given and not Path("/proc", process).exists()
 
 
 @pytest.mark.parametrize(
