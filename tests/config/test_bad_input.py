@@ -7,8 +7,9 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from refusals import ACCEPTED_DATA, INT8, REFUSED_DATA, STREAM, VLLM, build, check, prompts, refused, said
-from tiny import save_tiny, tiny_model
+from tiny import save_tiny, tiny_model, tiny_tokenizer
 from training import spread
+from transformers import Blip2Processor, BlipImageProcessorPil
 from trl import GRPOConfig, SFTConfig
 
 from trl_quant import QuantAsyncGRPOConfig, QuantDistillationConfig, QuantGRPOConfig, QuantRLOOConfig
@@ -478,3 +479,12 @@ def test_rewards_are_accepted(tmp_path):
     check(reward_funcs=with_answer, train_dataset=prompts("a", answer=["b"]))
     check(train_dataset=prompts("a", completion=["b"], completion_ids=[[1]]))  # which TRL does not pass on
     check(reward_funcs=with_answer, rollout_func=lambda prompts, trainer: {})  # which may bring the answer
+
+
+def test_a_processor_that_trl_will_load_is_known_before(tmp_path):
+    path = save_tiny(tmp_path / "model")
+    args = build(num_generations=4, per_device_train_batch_size=4, pack_sequences=True)
+    check(model=path, args=args)
+    Blip2Processor(BlipImageProcessorPil(), tiny_tokenizer()).save_pretrained(path)
+    refused(lambda: check(model=path, args=args), "`pack_sequences`=True cannot act: the processor makes images")
+    check(model=path, args=args, processing_class=tiny_tokenizer())  # the one that is given counts

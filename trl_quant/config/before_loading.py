@@ -30,9 +30,8 @@ from .data import (
     check_tokenization,
     check_turns,
     holds_images,
-    read_processing_class,
 )
-from .given import Given, name_of
+from .given import Given
 from .lengths import check_lengths, context_of, datasets_of, is_stored
 from .marks import check_marks
 from .places import check_output_dir, models_read
@@ -152,12 +151,9 @@ def _wait_for_server(args, model: str) -> int | None:
 
 def _check_prompts(run: Given, rewards, datasets: dict, served: int | None) -> None:
     """Measures the prompts with the tokenizer that was given, or with the one that TRL will load."""
-    args, processing_class = run.args, run.processing_class
+    args, processing_class = run.args, run.processor
     if processing_class is None:
-        try:
-            processing_class = read_processing_class(name_of(run.model), args)
-        except (OSError, ValueError):  # TRL says what is wrong with it
-            return
+        return
     context = context_of(args, run.config, served)
     check_lengths(args, context, processing_class, datasets, run.others.get("tools"), run.others.get("rollout_func"))
     if args.has_rewards and is_stored(datasets["train_dataset"]):

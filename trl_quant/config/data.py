@@ -6,15 +6,15 @@ from accelerate import PartialState
 from datasets import Dataset, IterableDataset
 from torch.nn import Module
 from torch.utils.data import Dataset as TorchDataset
-from transformers import AutoProcessor, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from trl.chat_template_utils import add_response_schema, supports_tool_calling
 
-from ..reading import reading
 from ..rollout.tokenizer import check_tokenizer
 from ..storage.layout import misread_experts
 from ..storage.named import check_named
 from ..tasks.data import check_prompts
 from ..tasks.rewards import REWARDS, check_reward, check_truths
+from .given import read_processing_class
 from .values import is_of
 
 
@@ -84,13 +84,6 @@ def evaluated(eval_dataset) -> dict:
     if isinstance(eval_dataset, dict):
         return {f"eval_dataset[{name!r}]": dataset for name, dataset in eval_dataset.items()}
     return {"eval_dataset": eval_dataset}
-
-
-def read_processing_class(name: str, args):
-    """Returns the tokenizer or processor that TRL loads for a policy of this name."""
-    options = {"revision": (args.model_init_kwargs or {}).get("revision")}
-    with reading(name):
-        return AutoProcessor.from_pretrained(name, trust_remote_code=args.trust_remote_code, **options)
 
 
 def check_tokenization(config, model, args, processing_class, train_dataset, has_turns: bool = False) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import transformers
 from accelerate.utils import is_peft_model
 from torch.nn import Module
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoProcessor, PreTrainedConfig, PreTrainedModel
 
 from ..models.families import number_of_experts
 from ..reading import reading
@@ -55,6 +55,13 @@ def read_policy(model, args) -> PreTrainedConfig:
         if Path(model).is_dir() and not Path(model, "config.json").is_file():
             fault = "is a directory without a config.json"
         raise ValueError(f"`model`={model!r} {fault}: {error}") from error
+
+
+def read_processing_class(name: str, args):
+    """Returns the tokenizer or processor that TRL loads for a policy of this name."""
+    options = {"revision": (args.model_init_kwargs or {}).get("revision")}
+    with reading(name):
+        return AutoProcessor.from_pretrained(name, trust_remote_code=args.trust_remote_code, **options)
 
 
 def read_teacher(teacher, args) -> PreTrainedConfig:
@@ -109,6 +116,16 @@ class Given:
     def processing_class(self):
         """The policy's tokenizer or processor; `None` for the one that TRL loads."""
         return self.others.get("processing_class")
+
+    @cached_property
+    def processor(self):
+        """The policy's tokenizer or processor, also one that TRL will load; `None` if that cannot be read."""
+        if self.processing_class is not None:
+            return self.processing_class
+        try:
+            return read_processing_class(name_of(self.model), self.args)
+        except (OSError, ValueError):
+            return None
 
     @property
     def teacher(self):

@@ -16,9 +16,8 @@ from peft import PeftConfig
 
 from ..config.before_loading import check_before_loading
 from ..config.checks import check_what
-from ..config.data import read_processing_class
 from ..config.fields import QuantFields
-from ..config.given import Given, read_policy
+from ..config.given import Given, read_policy, read_processing_class
 from ..config.lengths import context_of, measured
 from ..config.summary import summary
 from ..models.positions import switching

@@ -41,7 +41,7 @@ def _pads_otherwise(run: Given) -> str | None:
     family = FAMILIES.get(model_type)
     if family is None or family.pads:
         return None
-    is_packed = run.args.pack_sequences is not False and not why_not_packed(run.args, run.config, run.processing_class)
+    is_packed = run.args.pack_sequences is not False and not why_not_packed(run.args, run.config, run.processor)
     return None if is_packed else model_type
 
 
@@ -300,7 +300,7 @@ RULES = (
     ),
     Rule(
         ("pack_sequences",),
-        when=lambda run: run.args.pack_sequences and why_not_packed(run.args, run.config, run.processing_class),
+        when=lambda run: run.args.pack_sequences and why_not_packed(run.args, run.config, run.processor),
         message="`pack_sequences`=True cannot act: {found}.",
         needs="model",
     ),
