@@ -235,10 +235,8 @@ def test_trainers_that_sample_while_training():
     (run,) = steps["runs"]
     (found,) = run["results"].values()
     partial = found["in_flight"][1:]  # the first one warms up
-    seconds, tokens = (
-        [step["step"] for step in found["steps"]],
-        [64 * step["completions/mean_length"] for step in partial],
-    )
+    seconds = [step["step"] for step in found["steps"]]
+    tokens = [64 * step["completions/mean_length"] for step in partial]
     rows = {"`fp8`, `rollouts_in_flight=2`": (seconds, tokens, [step["rollouts/age"] for step in partial])}
     names = {"trl-async": "TRL's asynchronous, BF16", "bf16": "BF16, asynchronous", "fp8": "`fp8`, asynchronous, again"}
     logged = {}
@@ -253,10 +251,15 @@ def test_trainers_that_sample_while_training():
     ratio = f"{rates['`fp8`, `rollouts_in_flight=2`'] / rates[names['fp8']]:.2f}"
     assert f"trained on {ratio} times as many tokens a second as the asynchronous trainer" in BENCHMARKS
     assert f"trained on {ratio} times as many as the asynchronous one" in " ".join(TEXTS["docs/async.md"].split())
+    (partly, of_partly, _), (apart, of_apart, _) = rows["`fp8`, `rollouts_in_flight=2`"], rows[names["fp8"]]
+    assert f"By updates alone it is {fmean(apart) / fmean(partly):.2f} times" in BENCHMARKS
+    assert f"{fmean(of_partly) / 64:.0f} tokens in the mean instead of {fmean(of_apart) / 64:.0f}." in BENCHMARKS
     dropped = sum(count or 0 for count in logged["trl-async"]["sample/dropped_stale_total"][1:])
     updates = len(rows[names["trl-async"]][0])
     assert f"trained on {64 * updates} samples and dropped {dropped:.0f} as older" in BENCHMARKS
     waits = sorted(wait for wait in logged["trl-async"]["perf/rollout_wait_s"][1:] if wait > 1)
+    counts = dict(zip(logged["trl-async"]["sample/dropped_stale_total"], logged["trl-async"]["perf/rollout_wait_s"]))
+    assert sorted(counts[count] for count in sorted(count or 0 for count in counts)[-2:]) == waits
     assert f"it waited, twice, for {waits[0]:.1f} and {waits[1]:.1f} s" in BENCHMARKS and len(waits) == 2
     sent = [logged[name]["perf/weight_sync_transfer_s"][1:] for name in names]
     theirs, ours = sent[0], sent[1] + sent[2]

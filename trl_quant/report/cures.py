@@ -50,6 +50,7 @@ class Planned:
 
     @property
     def prompts_once(self) -> bool:
+        """Whether a prompt is computed once for its completions in a micro-batch."""
         return has_prompts_once(self.args, self.policy, self.processing_class)
 
     def memory(self) -> Memory:
