@@ -92,16 +92,34 @@ def test_families_pass_the_check(family, dtype):
     assert model.config._attn_implementation == TREES
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_log_probabilities_of_millions_are_as_exact_as_their_dtype(autocast):
+    """Of a policy that gives most tokens no probability, as those of `benchmarks/async_step.py`; 20 of them."""
+    for seed in range(20):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model("qwen3", **SIZES | {"initializer_range": 0.02}), dtype=torch.bfloat16
+        )
+        model.get_input_embeddings().weight.data.normal_()[:, 0] = 8
+        model.lm_head.weight.data[::2, 0] = -(2.0**20)
+        model.to(torch.float32 if autocast else torch.bfloat16)
+        add_fused_lm_head(model, temperature=1.0)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            check_tree(model, model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["stablelm", "nemotron"])
-def test_layers_that_drop_the_trie_are_found(family):
+def test_layers_that_drop_the_trie_are_found(family, dtype):
     """Plain SDPA over the whole row, as if no trie were given."""
-    model = other(family, max_position_embeddings=128)
+    model = other(family, max_position_embeddings=128).to(dtype)
     with pytest.raises(ValueError, match=rf"{type(model).__name__}, does .* nats off .* with QuantGRPOTrainer\.$"):
         check_tree(model, model)
 
 
-def test_positions_by_place_are_found():
-    model = model_of("qwen3", "sdpa")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_positions_by_place_are_found(dtype):
+    model = model_of("qwen3", "sdpa").to(dtype)
     with pytest.raises(ValueError, match="Qwen3ForCausalLM, does not compute samples that share a row"):
         check_tree(InPlace(model), model)
 

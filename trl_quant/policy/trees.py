@@ -33,7 +33,7 @@ ATTENDS_ALONG_PATHS = {"full_attention", "sliding_attention"}  # kinds of layers
 # Model types whose layers drop the trie, or whose positions are a token's place in the row
 IGNORE_TRIES = ("bloom", "codegen", "falcon", "gpt_neo", "gptj", "mpt", "nemotron", "stablelm")
 STEM, BRANCH = 5, 6  # tokens of the trie that `check_tree` computes
-OF_MIXED, ROUNDED = 0.2, 0.005  # its bounds: a share of what mixed samples are off, and nats
+OF_MIXED, ROUNDED = 0.2, 0.005  # its bounds: a share of what mixed samples are off, and nats beside the rounding
 
 
 def attend_tree(
@@ -111,7 +111,9 @@ def check_tree(model: nn.Module, policy: PreTrainedModel) -> None:
             raise _refused(policy, f"{type(error).__name__}: {str(error).rstrip('.')}") from error
         mixed = scored(places, position_ids=positions)
     off, without = ((found - alone).abs().mean().item() for found in (together, mixed))
-    if not off < OF_MIXED * without + ROUNDED:
+    computes = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else policy.dtype
+    rounding = torch.finfo(computes).eps * alone.abs().mean().item()
+    if not off < OF_MIXED * without + ROUNDED + rounding:
         raise _refused(policy, f"its log-probabilities are {off:.2g} nats off those of a sample alone")
 
 
