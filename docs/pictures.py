@@ -4,6 +4,7 @@ python docs/pictures.py
 """
 
 import sys
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, median
 
@@ -102,6 +103,31 @@ def draw_learning(found: dict[str, dict[int, list[float]]]) -> Figure:
     return figure
 
 
+# How busy a card is that samples and trains
+
+WATCHED = RESULTS / "async-7b-one-card-watched-NVIDIA-H200.json.xz"
+
+
+def card_and_updates() -> tuple[list[list[float]], list[float]]:
+    """(second, card, percentage of the time in which it computed, MiB) since the first update, and updates' ends."""
+    found = read_results(WATCHED)["runs"][0]["found"]
+    return found["cards"], [*accumulate(found["seconds"])]
+
+
+def draw_card(cards: list[list[float]], ends: list[float]) -> Figure:
+    figure = Figure(figsize=(9, 2.3), layout="constrained")
+    axis = figure.subplots()
+    seconds, _, busy, _ = zip(*cards)
+    axis.fill_between(seconds, busy, step="pre", color=PHASES["sampling"], alpha=0.25, linewidth=0)
+    axis.step(seconds, busy, where="pre", color=PHASES["sampling"], linewidth=1)
+    for end in ends:
+        axis.axvline(end, color=PHASES["update"], linestyle="--", label="" if end != ends[0] else "an update has ended")
+    axis.set(xlim=(0, ends[-1] + 0.3), ylim=(0, 104), xlabel="seconds", ylabel="card busy, %")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
+    return figure
+
+
 # One step, as the data sees it
 
 STAGES = {  # (column, row) -> title, what happens, what goes on to the next stage
@@ -191,6 +217,7 @@ def draw_house() -> Figure:
 PICTURES = {
     "seconds": lambda: draw_seconds(seconds_by_phase()),
     "learning": lambda: draw_learning(accuracies()),
+    "card": lambda: draw_card(*card_and_updates()),
     "one_step": draw_step,
     "house": draw_house,
 }

@@ -8,14 +8,29 @@ from pages import TEXTS
 
 
 def test_sampling_from_a_mixture():
-    engines = read(f"rollout-30b-a3b-{H200}")["results"]
+    raw, page = read(f"rollout-30b-a3b-triton-{H200}"), " ".join(BENCHMARKS.split())
+    engines = raw["results"]
     for name, of in (("bf16", "our BF16"), ("fp8", "FP8")):
         for key, what in (("sample_s", "sampling"), ("sync_s", "sync")):
             seconds = [f"{row[key]:.2f} s" for row in engines[name].values()]
             assert f"| {of}, {what} | {' | '.join(seconds)} |" in BENCHMARKS
-    pairs = zip(engines["bf16"].values(), engines["fp8"].values(), strict=True)
-    gains = times(ours["sample_s"] / quantized["sample_s"] for ours, quantized in pairs)
+    gains = sampling_gains(engines)
     assert f"| FP8 against our BF16, sampling | {' | '.join(gains)} |" in BENCHMARKS
+    in_words = "sampled {}, {} and {} times as fast in `fp8` as in `bf16`"
+    assert in_words.format(*(gain[:-1] for gain in gains)) in " ".join(TEXTS["docs/mixtures.md"].split())
+    with_cutlass = sampling_gains(read(f"rollout-30b-a3b-{H200}")["results"])
+    assert "by itself, it was {}, {} and {} (an earlier commit".format(*with_cutlass) in page
+    another = (row["sample_s"] for row in raw["another_host"]["bf16"].values())
+    assert "of the same hour BF16 took {:.2f}, {:.2f} and {:.2f} s".format(*another) in page
+    took = engines["bf16"]["8"]["sample_s"]
+    assert f"where {took:.2f} s are {1000 * took / 256:.2f} ms a token" in page
+    assert f"commit {raw['commit'][:8]}, load {raw['loads']['bf16']:.1f} to {raw['loads']['fp8']:.1f}" in page
+
+
+def sampling_gains(engines: dict) -> list[str]:
+    """How many times as fast FP8 samples as our BF16, by number of completions."""
+    pairs = zip(engines["bf16"].values(), engines["fp8"].values(), strict=True)
+    return times(ours["sample_s"] / quantized["sample_s"] for ours, quantized in pairs)
 
 
 def test_the_kernels_of_experts():
@@ -267,3 +282,25 @@ def test_trainers_that_sample_while_training():
     assert f"{told} {max(ours):.2f} s" in BENCHMARKS
     loads = [run["load"][0], *(each["load"] for each in raw["runs"])]
     assert f"load {min(loads):.1f} to {sorted(loads)[-2]:.1f}, and {max(loads)} in the last minute" in BENCHMARKS
+
+
+def test_how_busy_a_card_is_that_samples_and_trains():
+    raw, page = read(f"async-7b-one-card-watched-{H200}"), " ".join(BENCHMARKS.split())
+    (run,) = raw["runs"]
+    found, logged = run["found"], run["logged"]
+    assert f"commit {raw['commit']}, vLLM {raw['vllm'][:4]}, load {run['load']:.1f}" in page
+    busy = [row[2] for row in found["cards"]]
+    low = sum(each < 50 for each in busy) / len(busy)
+    assert f"busy for {fmean(busy):.0f}% of the time in the mean, and for less than half of it in {low:.0%} of" in page
+    _, *syncs = logged["perf/weight_sync_s"]
+    seconds = found["seconds"]
+    assert (
+        f"A sync took {min(syncs):.2f} to {max(syncs):.2f} s, of {fmean(seconds):.2f} s an update in the mean" in page
+    )
+    rate = sum(found["tokens"]) / sum(seconds)
+    told = f"took {min(seconds):.2f} to {max(seconds):.2f} s, {rate:,.0f} trained tokens a second, at an age of"
+    assert f"{told} {fmean(found['age']):.1f}." in page
+    passes = [both for _, both in sorted(zip(seconds, logged["perf/fwd_bwd_s"][1:], strict=True))]
+    others = f"in the others {min(passes[2:]):.1f} to {max(passes[2:]):.1f} s"
+    assert f"In the two short ones the passes took {passes[0]:.1f} and {passes[1]:.1f} s, {others}." in page
+    assert f"Trainer and server held {max(row[3] for row in found['cards']) / 1024:.1f} GiB together" in page

@@ -133,6 +133,21 @@ def test_what_is_learned():
     assert shares_apart(stored("learning"), redrawn(pictures.draw_learning(other))) > 0.005
 
 
+def test_how_busy_the_card_was():
+    (run,) = read(f"async-7b-one-card-watched-{H200}")["runs"]
+    cards, ends = pictures.card_and_updates()
+    assert cards == run["found"]["cards"] and {row[1] for row in cards} == {0}
+    assert all(abs(end - sum(run["found"]["seconds"][:i])) < 1e-9 for i, end in enumerate(ends, 1))
+    figure = pictures.draw_card(cards, ends)
+    (axis,) = figure.axes
+    busy, *updates = axis.lines
+    assert [*zip(*busy.get_data())] == [(second, share) for second, _, share, _ in cards]
+    assert [line.get_xdata()[0] for line in updates] == ends
+    assert shares_apart(stored("card"), redrawn(figure)) < 0.005
+    idle = [[second, card, 0, memory] for second, card, _, memory in cards]
+    assert shares_apart(stored("card"), redrawn(pictures.draw_card(idle, ends))) > 0.005
+
+
 def test_the_house_stands():
     """Its rooms are the package's, and each imports only rooms on floors below its own."""
     package = ROOT / "trl_quant"
